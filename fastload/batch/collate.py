@@ -10,7 +10,8 @@ its row of the batch. Rules:
    to THREADS_PAY_BYTES are written to rows. Every other leaf is kept until the end and stacked in one call; a
    sample without a leaf for rows is kept whole.
 3. A sample is released as soon as it is written, so its memory is warm for the next sample.
-4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
+4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays, plain tensors, and torchvision's
+   tv_tensors, which torch stacks to plain tensors.
 5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
    fetched (random streams must advance), and torch's own collate gets all samples; its error is raised.
 6. No sample lies in the memory of the rows: while the dataset reads samples, default_collate stacks into the
@@ -33,7 +34,7 @@ from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
 from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
-from fastload.nested.tensors import tensor_array, tensor_over
+from fastload.nested.tensors import as_stacked, tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
 from fastload.system.torch_private import torch_collate
 
@@ -122,18 +123,18 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Image
 
 
 class _Rows:
-    """A leaf that is the same kind of array or plain tensor in every sample; written to rows of the batch."""
+    """A leaf that is the same kind of array or tensor in every sample; written to rows of the batch."""
 
     def __init__(self, batch: _Batch, first: Any) -> None:
         self._batch = batch
         is_deferred = type(first) is DeferredImage
         self._kind = first.kind if is_deferred else type(first)
-        self._is_tensor = self._kind is torch.Tensor
+        self._is_tensor = issubclass(self._kind, torch.Tensor)
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
         self._row_dtype = first.dtype
         if self._is_tensor:
-            self._row_dtype = first.row_dtype if is_deferred else tensor_array(first).dtype
+            self._row_dtype = first.row_dtype if is_deferred else tensor_array(as_stacked(first)).dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
         self._any_strides = batch.in_worker or self._layout is not None
@@ -156,6 +157,7 @@ class _Rows:
         if type(value) is not self._kind or value.shape != self._shape or value.dtype != self._dtype:
             raise _MismatchError
         if self._is_tensor:
+            value = as_stacked(value)
             if not (is_plain(value) and (self._any_strides or value.is_contiguous())):
                 raise _MismatchError
             value = tensor_array(value)
@@ -165,7 +167,7 @@ class _Rows:
 
     def restore(self, row: int) -> Any:
         array = np.array(self._rows[row], order="C")
-        return tensor_over(array, self._dtype) if self._is_tensor else array
+        return tensor_over(array, self._dtype).as_subclass(self._kind) if self._is_tensor else array
 
     def result(self, count: int) -> Any:
         rows, self._rows = self._rows[:count], _NO_ROWS  # else this plan would keep the slot leased
@@ -394,7 +396,9 @@ def _owned(leaf: Any) -> Any:
     """The leaf, in memory of its own if it is of a kind that is written to rows."""
     if type(leaf) is np.ndarray:
         return leaf.copy(order="K")
-    return leaf.clone() if type(leaf) is torch.Tensor and is_plain(leaf) else computed(leaf)
+    if isinstance(leaf, torch.Tensor) and is_plain(as_stacked(leaf)):
+        return leaf.clone()
+    return computed(leaf)
 
 
 def _way_of(sample: Any, batch: _Batch) -> int:
@@ -412,6 +416,8 @@ def _way_of(sample: Any, batch: _Batch) -> int:
         return _IN_ROWS if _is_row_array(sample, batch) else _STACKED
     if kind is dict:
         sample = sample.values()
+    elif isinstance(sample, torch.Tensor):
+        return _IN_ROWS if _is_row_tensor(as_stacked(sample), batch) else _STACKED
     elif not (kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make"))):
         return _STACKED  # what is inside, if anything, is not known
     way = _BY_TORCH
@@ -427,7 +433,7 @@ def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool =
     kind, way = type(sample), _way_of(sample, batch)
     if way != _IN_ROWS:
         return _Kept(batch, path, way, in_sequence=in_sequence)
-    if kind is np.ndarray or kind is torch.Tensor or kind is DeferredImage:
+    if kind is np.ndarray or kind is DeferredImage or issubclass(kind, torch.Tensor):
         return _Rows(batch, sample)
     is_dict = kind is dict
     keys = list(sample) if is_dict else range(len(sample))
@@ -451,7 +457,7 @@ def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
 
 
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
-    if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
+    if batch.has_threads or not is_plain(tensor) or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES:
         return False
     return batch.in_worker or tensor.is_contiguous() or batch.layout(tensor) is not None
 

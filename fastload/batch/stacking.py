@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from fastload.batch.packing import is_plain
 from fastload.memory.lease import current_allocator
+from fastload.nested.tensors import as_stacked
 from fastload.system.torch_private import torch_collate
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def rows_for(allocator: BumpAllocator, tensors: Any) -> torch.Tensor:
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
     allocator = current_allocator()
-    if allocator is not None and batch[0].numel() and is_plain(batch[0]):
+    if allocator is not None and batch[0].numel() and is_plain(as_stacked(batch[0])):
         rows = rows_for(allocator, batch)
         with contextlib.suppress(Exception):  # torch's own rule below raises the error
             return torch.stack(tuple(batch), 0, out=rows)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.leaf import NUMBER_DTYPES, TENSOR_STORAGE, Array, Leaf, numpy_dtype
+from fastload.system.torch_private import plain_tensor
 
 # The dtypes that this release of torch has; newer releases add some.
 TENSOR_DTYPES: dict[str, torch.dtype] = {
@@ -38,6 +41,16 @@ def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
     """The inverse of `tensor_array`: a tensor over the memory of a writable array, without a copy."""
     tensor = torch.from_numpy(array)
     return tensor if tensor.dtype is dtype else tensor.view(dtype)
+
+
+def as_stacked(value: Any) -> Any:
+    """The plain tensor as which torch stacks a tv_tensor of torchvision; any other value itself."""
+    kind = type(value)
+    if kind is torch.Tensor or not kind.__module__.startswith("torchvision.tv_tensors."):
+        return value
+    helpers = sys.modules.get("torchvision.tv_tensors._torch_function_helpers")
+    keeps_class = getattr(helpers, "_must_return_subclass", lambda: True)()  # see `set_return_type`
+    return value if keeps_class else plain_tensor(value)
 
 
 def array_tensor(array: Array, name: str) -> torch.Tensor:

@@ -267,7 +267,8 @@ def _torchvision(rng: random.Random, version: str) -> Any:
     )
     end = _end(rng, version)
     end = [*end, t.RandomErasing()] if end and rng.random() < 0.3 else end
-    steps = [*front, *rng.sample(choices, k=rng.randrange(3)), *end]
+    as_tensor = [v2.ToImage()] if version == "v2" and rng.random() < 0.3 else []
+    steps = [*as_tensor, *front, *rng.sample(choices, k=rng.randrange(3)), *end]
     return t.Compose(steps or [choices[0]])
 
 
@@ -297,6 +298,11 @@ def _make_transform(kind: str, seed: int) -> Any:
     rng = random.Random(seed)
     if kind == "none":
         return None
+    if kind == "arrays":
+        from torchvision.transforms import v2
+
+        version = rng.choice(["v1", "v2"])
+        return v2.Compose(_end(rng, version) or [v2.ToImage()])
     return _albumentations(rng) if kind == "albumentations" else _torchvision(rng, kind)
 
 
@@ -337,6 +343,7 @@ class Generated(Dataset[Any]):
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
         self.transform = _make_transform(recipe.transform, recipe.seed)
+        self.end_of_arrays = _make_transform("arrays", recipe.seed)
         self.memo: dict[int, Any] = {}
         self.num_read = 0
         self.imread = cv2.imread  # taken before any patch
@@ -362,6 +369,8 @@ class Generated(Dataset[Any]):
         if self.recipe.transform == "albumentations":
             return self.transform(image=np.array(image))["image"]
         if isinstance(image, np.ndarray):
+            if image.dtype == np.uint8 and self.recipe.seed % 2:
+                return self.end_of_arrays(image)
             image = torch.from_numpy(np.ascontiguousarray(image).astype(np.float32))
             return image.clamp_(0, 99).sqrt_()
         return self.transform(image)
