@@ -43,6 +43,10 @@ SHOWN = {
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first one is faster."
     ),
+    "efficiency": (
+        "Torch's loader and fastload's on more and more cores, with as many workers; efficiency is the rate "
+        "divided by as many times the rate of one core, and copies are of as many threads."
+    ),
     "import_only": (
         "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
     ),
@@ -101,7 +105,8 @@ INTRODUCTION = """# Benchmarks
 
 Each script in this folder answers one question; its header has the question, what it leaves out, and the command.
 `make bench` runs the benchmarks that judge changes to the transport, and `make bench-peers` compares other
-libraries, each in its own environment. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every
+libraries, each in its own environment. `make efficiency` measures loaders on 1, 2, 4, ... all cores of a machine, and draws
+`build/efficiency.svg`. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every
 table below comes from a file under `results/`; `python benchmarks/figures.py` writes this page.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
