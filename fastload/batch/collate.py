@@ -289,6 +289,11 @@ class RowCollate:
     def __len__(self) -> int:
         return len(self._kept) if self._keeps else self._num_rows
 
+    def leaves_to_torch(self, sample: Any, count: int) -> bool:
+        """Whether torch collates ``count`` samples like this one best, so that `begin` would gain nothing."""
+        self._batch.count = count
+        return type(sample) in _SCALARS or _way_of(sample, self._batch) == _BY_TORCH
+
     def read(self, dataset: Any, indices: Iterator[Any], get: Callable[[Any], Any] | None = None) -> None:
         """Add ``dataset[index]``, or ``get(index)``, for each index; a sample can be dropped afterwards."""
         if not self._keeps:
@@ -413,9 +418,10 @@ def _way_of(sample: Any, batch: _Batch) -> int:
     if kind in _SCALARS:
         return _BY_TORCH
     if kind is torch.Tensor:
-        if _is_row_tensor(sample, batch):
+        nbytes = sample.numel() * sample.itemsize
+        if nbytes >= ROW_TENSOR_BYTES and _is_row_tensor(sample, batch):
             return _IN_ROWS
-        return _STACKED if sample.numel() * sample.itemsize * batch.count >= WARM_BYTES else _BY_TORCH
+        return _STACKED if nbytes * batch.count >= WARM_BYTES else _BY_TORCH
     if kind is DeferredImage:
         return _IN_ROWS
     if kind is np.ndarray:
@@ -461,7 +467,7 @@ def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
 
 
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
-    if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
+    if batch.has_threads or not is_plain(tensor):
         return False
     return batch.in_worker or tensor.is_contiguous() or batch.layout(tensor) is not None
 
