@@ -6,7 +6,7 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench bench-peers mutants photos release clean
+.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench efficiency bench-peers mutants photos release clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -118,6 +118,10 @@ bench: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/zero_cost.py
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/training.py $(PHOTOS)
+
+# Loaders on 1, 2, 4, ... all cores; some minutes.
+efficiency: $(PHOTOS)/.ready
+	$(BIN)/python benchmarks/efficiency.py $(PHOTOS) --chart build/efficiency.svg
 
 # Other loaders in the same run, each in an environment of its own below build/peers; 6 GB, and 7 GB of images.
 # FFCV is compiled and needs Debian's libturbojpeg0-dev, libopencv-dev, pkg-config and g++; SPDL needs ffmpeg.

@@ -337,12 +337,22 @@ def machine_note(setting: Setting) -> str:
     return f"{cores} cores ({cpu_model()}), {workers}, {gpu}: batches stay on the host; {load_note()}."
 
 
+def new_figure(salt: str, *rows_and_columns: int) -> tuple[Any, Any]:
+    """A figure without a background, in a gray that white and dark pages show, and its axes."""
+    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    plt.rcParams.update(dict.fromkeys(names, GRAY), **{"svg.hashsalt": salt})
+    return plt.subplots(*rows_and_columns, figsize=(9, 5), layout="constrained")
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, transparent=True)
+    plt.close(figure)
+
+
 def draw_chart(results: list[Result], path: Path, machine: str) -> None:
     """Two bars for each contender, images a second in the first and in steady epochs, with their spread."""
-    # Without a background, and in a gray that white and dark pages show.
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    plt.rcParams.update(dict.fromkeys(names, GRAY), **{"svg.hashsalt": "demo"})
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    figure, axes = new_figure("demo")
     colours = ("#9aa5b1", "#2f6fb3")
     for position, (name, colour) in enumerate(zip(("first epoch", "steady epochs"), colours, strict=True)):
         left = [number + 0.4 * (position - 0.5) for number in range(len(results))]
@@ -366,9 +376,7 @@ def draw_chart(results: list[Result], path: Path, machine: str) -> None:
     epochs = len(results[0].rounds_s[0])
     note = f"Nothing is trained. Medians; steady epochs are epochs 2 to {epochs}. The lines span all epochs."
     figure.supxlabel(f"{note}\n{SOURCE_NOTE}\n{machine}", fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, transparent=True)
-    plt.close(figure)
+    write_figure(figure, path)
 
 
 def main() -> None:

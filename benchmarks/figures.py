@@ -37,6 +37,10 @@ SHOWN = {
         "best rows of each loader; above 1 fastload is faster."
     ),
     "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
+    "efficiency": (
+        "Torch's loader and fastload's on more and more cores, with as many workers; efficiency is the rate "
+        "divided by as many times the rate of one core, and copies are of as many threads."
+    ),
     "any_dataset": (
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
         "equal, bit for bit, except those of a CachedDataset."
@@ -95,9 +99,10 @@ INTRODUCTION = """# Benchmarks
 
 Each script in this folder answers one question; its header has the question, what it leaves out, and the command.
 `make bench` runs the benchmarks that judge changes to the transport, and `make bench-peers` compares other
-libraries, each in its own environment. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every
-figure below comes from the file of that name under `results/`; `python benchmarks/figures.py` writes this page.
-Look at the date: the code may have changed since.
+libraries, each in its own environment. `make efficiency` measures loaders on 1, 2, 4, ... all cores of a machine, and
+draws `build/efficiency.svg`. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every figure below
+comes from the file of that name under `results/`; `python benchmarks/figures.py` writes this page. Look at the date:
+the code may have changed since.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
 machines have busy neighbours: compare ratios, and run the command on your own machine.

@@ -130,31 +130,32 @@ class _Rows:
         is_deferred = type(first) is DeferredImage
         self._kind = first.kind if is_deferred else type(first)
         self._is_tensor = issubclass(self._kind, torch.Tensor)
-        self._shape = tuple(first.shape)
-        self._dtype = first.dtype
+        self.is_array = not is_deferred and not self._is_tensor
+        self.shape = tuple(first.shape)
+        self.dtype = first.dtype
         self._row_dtype = first.dtype
         if self._is_tensor:
             self._row_dtype = first.row_dtype if is_deferred else tensor_array(as_stacked(first)).dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
         self._any_strides = batch.in_worker or self._layout is not None
-        self._rows = _NO_ROWS
+        self.rows = _NO_ROWS
 
     def begin(self) -> None:
         count, allocator, dtype = self._batch.count, self._batch.allocator, self._row_dtype
         if self._layout == "CHW":
-            channels, height, width = self._shape
-            self._rows = allocator.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+            channels, height, width = self.shape
+            self.rows = allocator.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
         else:
-            self._rows = allocator.array((count, *self._shape), dtype)
+            self.rows = allocator.array((count, *self.shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
         if type(value) is DeferredImage:
-            if (value.kind, value.shape, value.dtype) == (self._kind, self._shape, self._dtype):
-                value.write(self._rows[row])
+            if (value.kind, value.shape, value.dtype) == (self._kind, self.shape, self.dtype):
+                value.write(self.rows[row])
                 return
             raise _MismatchError
-        if type(value) is not self._kind or value.shape != self._shape or value.dtype != self._dtype:
+        if type(value) is not self._kind or value.shape != self.shape or value.dtype != self.dtype:
             raise _MismatchError
         if self._is_tensor:
             value = as_stacked(value)
@@ -163,15 +164,15 @@ class _Rows:
             value = tensor_array(value)
         elif not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
             raise _MismatchError  # torch does not allow negative strides
-        self._rows[row] = value
+        self.rows[row] = value
 
     def restore(self, row: int) -> Any:
-        array = np.array(self._rows[row], order="C")
-        return tensor_over(array, self._dtype).as_subclass(self._kind) if self._is_tensor else array
+        array = np.array(self.rows[row], order="C")
+        return tensor_over(array, self.dtype).as_subclass(self._kind) if self._is_tensor else array
 
     def result(self, count: int) -> Any:
-        rows, self._rows = self._rows[:count], _NO_ROWS  # else this plan would keep the slot leased
-        return tensor_over(rows, self._dtype) if self._is_tensor else torch.from_numpy(rows)
+        rows, self.rows = self.rows[:count], _NO_ROWS  # else this plan would keep the slot leased
+        return tensor_over(rows, self.dtype) if self._is_tensor else torch.from_numpy(rows)
 
 
 class _Kept:
@@ -181,22 +182,22 @@ class _Kept:
         self._batch = batch
         self._path = path
         self._way = way
-        self._values: list[Any] = []
+        self.values: list[Any] = []
         # torch transposes sequences with zip, so it collates tuples there, and strings stay in a tuple.
         self._in_sequence = in_sequence
 
     def begin(self) -> None:
-        self._values = []
+        self.values = []
 
     def write(self, value: Any, row: int) -> None:
         own = self._batch.own
-        self._values.append(value if own is None else own(value))
+        self.values.append(value if own is None or type(value) in _SCALARS else own(value))
 
     def restore(self, row: int) -> Any:
-        return self._values[row]
+        return self.values[row]
 
     def result(self, count: int) -> Any:
-        values, self._values = self._values, []
+        values, self.values = self.values, []
         return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path, self._way)
 
 
@@ -207,6 +208,8 @@ class _Container:
         self._kind = kind
         self._children = children
         self._by_key = None if keys is None else dict(zip(keys, children, strict=True))
+        kinds = [type(child) for child in children]
+        self._pair = children if keys is None and kinds == [_Rows, _Kept] and children[0].is_array else None
 
     def begin(self) -> None:
         for child in self._children:
@@ -226,6 +229,13 @@ class _Container:
             return
         if len(value) != len(self._children):
             raise _MismatchError
+        if self._pair is not None:  # most samples: without further calls
+            (array, label), (rows, kept) = value, self._pair
+            is_plain_pair = type(label) is int and type(array) is np.ndarray and array.flags.c_contiguous
+            if is_plain_pair and array.shape == rows.shape and array.dtype == rows.dtype:
+                rows.rows[row] = array
+                kept.values.append(label)
+                return
         for child, part in zip(self._children, value, strict=True):
             child.write(part, row)
 
@@ -280,6 +290,11 @@ class RowCollate:
 
     def __len__(self) -> int:
         return len(self._kept) if self._keeps else self._num_rows
+
+    def leaves_to_torch(self, sample: Any, count: int) -> bool:
+        """Whether torch collates ``count`` samples like this one best, so that `begin` would gain nothing."""
+        self._batch.count = count
+        return type(sample) in _SCALARS or _way_of(sample, self._batch) == _BY_TORCH
 
     def read(self, dataset: Any, indices: Iterator[Any], get: Callable[[Any], Any] | None = None) -> None:
         """Add ``dataset[index]``, or ``get(index)``, for each index; a sample can be dropped afterwards."""
@@ -457,7 +472,7 @@ def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
 
 
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
-    if batch.has_threads or not is_plain(tensor) or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES:
+    if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
         return False
     return batch.in_worker or tensor.is_contiguous() or batch.layout(tensor) is not None
 

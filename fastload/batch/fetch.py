@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import default_collate
 
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
@@ -93,7 +94,7 @@ class Fetcher:
         seeder: Sets the generators before each sample; None lets them continue.
         dataset_state: The state from which the dataset resumes; None: from its beginning.
         worker_id: The worker, process or thread; None without workers.
-        reading: Makes what samples are read and collated in; None: nothing.
+        reading: Makes what samples are read and collated in; None, or a result of None: nothing.
 
     Attributes:
         reader: The dataset's iterator and state.
@@ -113,7 +114,7 @@ class Fetcher:
         seeder: SampleSeeder | None,
         dataset_state: DatasetState | None = None,
         worker_id: int | None = None,
-        reading: Callable[[], AbstractContextManager[None]] | None = None,
+        reading: Callable[[], AbstractContextManager[None] | None] | None = None,
     ) -> None:
         self._dataset = dataset
         self._reading = reading
@@ -138,6 +139,8 @@ class Fetcher:
         self.replacer: Replacer | None = None
         if settings.on_error != "raise":
             self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
+        # Whether nothing but ``dataset[index]`` makes a sample, one by one.
+        self._is_plain = seeder is None and self.replacer is None and not self.reads_ahead
         self.num_samples = 0
         self.gathered_bytes = 0
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
@@ -166,10 +169,11 @@ class Fetcher:
         if self.reads_ahead:
             self.announce(index)
         try:
-            if self._reading is None:
+            reading = None if self._reading is None else self._reading()
+            if reading is None:
                 batch = self._fetch(index, key)
             else:
-                with self._reading():
+                with reading:
                     batch = self._fetch(index, key)
             if self._channels_last:
                 batch = to_channels_last(batch)
@@ -217,6 +221,9 @@ class Fetcher:
             return self._stacked(self._fetch_whole, index, key)  # the dataset can return whole batches
         if self._source is not None and self._writes_rows:
             return self._fetch_from(self._source, list(index), key)
+        is_plain = self._is_plain and self._writes_rows and type(index) is list and index
+        if is_plain and not getattr(self._dataset, "__getitems__", None):
+            return self._fetch_plain(index)
         self._read_samples(index, key)
         return self._collated()
 
@@ -286,6 +293,31 @@ class Fetcher:
         if type(indices) is not list:
             indices = list(indices)
         self._read(self._getter(None, indices, key), indices, indices)
+
+    def _fetch_plain(self, indices: list[Any]) -> Any:
+        """Read samples one by one, and collate them; what torch collates as it is takes few calls.
+
+        Beside samples that cost nothing, the calls of the other way take a tenth of the time.
+        """
+        dataset, rows = self._dataset, self._rows
+        self.num_samples = len(indices)
+        self._indices, self._left = indices, iter(indices)
+        first = dataset[next(self._left)]
+        if not rows.leaves_to_torch(first, len(indices)):
+            rows.begin(len(indices))
+            rows.take_all(iter((first,)))
+            del first
+            rows.read(dataset, self._left)
+            self._indices = ()
+            return self._collated()
+        samples = [first]
+        samples += [dataset[index] for index in self._left]
+        self._indices = ()
+        try:
+            return self._stacked(default_collate, samples)
+        except Exception as error:
+            explain(samples, "$", error)
+            raise
 
     def _read(
         self,

@@ -73,7 +73,7 @@ class BatchSource(Protocol):
 
         Its last step, such as Normalize and ToTensorV2, is computed when it is written into the batch, before
         the loader asks for the next sample. Until then it can read memory of the dataset. None: the loader
-        calls ``dataset[index]``.
+        calls ``dataset[index]``. The loader asks again for each batch.
         """
 
 

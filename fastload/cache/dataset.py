@@ -417,13 +417,6 @@ class CachedDataset(Dataset[Any]):
         sample = self._view(index)
         return decode_images(sample) if self._holds_images else sample
 
-    def _defer(self, index: int) -> Any:
-        """The transformed sample, whose image can be a `DeferredImage`."""
-        transform = self.transform
-        if transform is None:
-            return self[index]
-        return self._caller_of(transform)(self._view, index, allow_deferred=True)
-
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
         decode = self.decode if self._holds_images else None
@@ -556,8 +549,9 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def defer(self) -> Callable[[int], Any]:
-        """Returns a transformed sample whose image can be a `DeferredImage`."""
-        return self._defer
+        """Returns a transformed sample whose image can be a `DeferredImage`; for one batch."""
+        transform = self.transform
+        return self.__getitem__ if transform is None else self._caller_of(transform).of_batch(self._view)
 
     def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
         """The batch of these samples, as `BatchSource` has it.

@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from fastload.augmentation.libraries import ANY_CALLABLE, library_of
 from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
-from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
+from fastload.nested.tree import OpaqueLeafError, copy_views, owns, private_copy, structure_of
 from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
 from fastload.system.torchvision_arrays import V1_MODULE, calls_transforms, reject_arrays
@@ -90,11 +91,34 @@ class TransformCaller:
         only_reads = self._only_reads if end is None else end.only_reads
         if not only_reads or not self._library.accepts_read_only(sample):
             return self.call(sample, private_copy(sample), index, end)
-        output = self.call(sample, sample, index, end)
-        try:
-            return copy_views(output, sample)
-        except OpaqueLeafError:
-            return copy.deepcopy(output)
+        return _without_views(self.call(sample, sample, index, end), sample)
+
+    def of_batch(self, fetch: Callable[[int], Any]) -> Callable[[int], Any]:
+        """``self(fetch, index, allow_deferred=True)`` as a function of the index, for one batch.
+
+        A transform leaves cold caches behind, so a call in Python costs up to a microsecond: what is the same
+        for all samples is decided here, and common samples take a shorter way.
+        """
+        end = self._deferred_end
+        if self._decode is not None or not (self._only_reads if end is None else end.only_reads):
+            return functools.partial(self, fetch, allow_deferred=True)
+        function: Any = self._function if end is None else end
+        apply, accepts = self._apply, self._library.accepts_read_only
+
+        def transformed(index: int) -> Any:
+            sample = fetch(index)
+            if not accepts(sample):
+                return self.call(sample, private_copy(sample), index, end)
+            try:
+                output = apply(function, sample)
+            except Exception as error:
+                self._explain(error, sample, index)
+                raise
+            if type(output) is tuple and len(output) == 2 and type(output[1]) is int and owns(output[0]):
+                return output
+            return _without_views(output, sample)
+
+        return transformed
 
     @calls_transforms
     def call(self, sample: Any, argument: Any, index: int, end: Any = None) -> Any:
@@ -118,19 +142,30 @@ class TransformCaller:
                 argument = decode_images(argument)
         try:
             return self._apply(function, argument)
-        except ImageReadError:
-            raise  # of the image, not of the function
         except Exception as error:
-            library = self._library
-            advice = library.advice(self._function, sample)
-            add_note(
-                error,
-                f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
-                f"{structure_of(sample)}{advice and f'; {advice}'}",
-            )
-            if not advice and (conversion := torchvision_arrays.advice_on(error, library.image_of(sample))):
-                add_note(error, f"fastload: {conversion}")
+            self._explain(error, sample, index)
             raise
+
+    def _explain(self, error: Exception, sample: Any, index: int) -> None:
+        """Note the input on an error of the function."""
+        if isinstance(error, ImageReadError):
+            return  # of the image, not of the function
+        library = self._library
+        advice = library.advice(self._function, sample)
+        add_note(
+            error,
+            f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
+            f"{structure_of(sample)}{advice and f'; {advice}'}",
+        )
+        if not advice and (conversion := torchvision_arrays.advice_on(error, library.image_of(sample))):
+            add_note(error, f"fastload: {conversion}")
+
+
+def _without_views(output: Any, sample: Any) -> Any:
+    try:
+        return copy_views(output, sample)
+    except OpaqueLeafError:
+        return copy.deepcopy(output)
 
 
 def check_decode(decode: object) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SAME = "the same dataset, sampler and batch_size as before"
+_ALL_CHECKED, _SOME_CHECKED = 32, 8  # see `EpochCursor.checks_some`
 _NOT_DRAWN: Any = object()  # instead of the index of a received batch that a loaded state names
 
 
@@ -72,6 +73,8 @@ class EpochCursor:
         sample_seed: The seed from which `seeding="sample"` seeds each sample.
         num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
+        checks_some: Whether it covers some indices of each long list. This is enough where samplers of torch
+            draw all of them from one seed, and takes an eighth of the time.
         received_ahead: With `in_order=False`: the batches that the caller has received before an earlier one,
             by number, with their indices. None: batches come in order.
         is_finished: Whether the caller has seen the end of the epoch.
@@ -103,6 +106,7 @@ class EpochCursor:
     sample_seed: int = 0
     num_received: int = 0
     checksum: tuple[int, int] = (0, 0)
+    checks_some: bool = False
     received_ahead: dict[int, Any] | None = None
     is_finished: bool = False
     why_unresumable: str | None = None
@@ -140,6 +144,7 @@ class EpochCursor:
         """Become a loaded cursor within an epoch; `replay` then continues from there."""
         self.iterator_kind = loaded.iterator_kind
         self.generators, self.samplers = loaded.generators, loaded.samplers
+        self.checks_some = loaded.checks_some
         self._loaded, self._is_of_other_rank = loaded, is_of_other_rank
         self._default_state = torch.default_generator.get_state()
 
@@ -320,7 +325,7 @@ class EpochCursor:
         """
         self.num_received += 1
         if self.received_ahead is None or self.is_iterable:
-            self.checksum = self.num_received, _checksum_with(index, self.checksum[1])
+            self.checksum = self.num_received, _checksum_with(index, self.checksum[1], some=self.checks_some)
         else:
             self.note_ahead(number, index)
         states = self.dataset_states
@@ -338,7 +343,7 @@ class EpochCursor:
         ahead[number] = index
         num_checked, checksum = self.checksum
         while ahead.get(num_checked, _NOT_DRAWN) is not _NOT_DRAWN:
-            checksum = _checksum_with(ahead.pop(num_checked), checksum)
+            checksum = _checksum_with(ahead.pop(num_checked), checksum, some=self.checks_some)
             num_checked += 1
         self.checksum = num_checked, checksum
 
@@ -372,8 +377,16 @@ class _Remaining(Iterator[Any]):  # no generator: that would end with an error o
         return index
 
 
-def _checksum_with(index: Any, checksum: int) -> int:
-    """The checksum after one more index or list of indices; the same in every process."""
+def _checksum_with(index: Any, checksum: int, *, some: bool) -> int:
+    """The checksum after one more index or list of indices; the same in every process.
+
+    Args:
+        index: The index, or the list.
+        checksum: The one before.
+        some: Whether some indices of a long list are enough.
+    """
+    if some and type(index) is list and len(index) > _ALL_CHECKED:
+        index = index[:: len(index) // _SOME_CHECKED]
     try:
         # Version 2 writes the same bytes for equal values, however many references they have.
         return zlib.crc32(marshal.dumps(index, 2), checksum)

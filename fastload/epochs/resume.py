@@ -22,6 +22,7 @@ from fastload.epochs.sampler_state import (
     DEFAULT,
     LOADER,
     OrderSources,
+    is_drawn_from_seed,
     length_or_none,
     rank_and_facts,
     sharding_of,
@@ -100,6 +101,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None 
     sources = OrderSources(loader)
     cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=reason)
     cursor.is_iterable = is_iterable(loader)
+    cursor.checks_some = is_drawn_from_seed(loader)
     if iterator_kind != "local" and reason is None and not loader.in_order:
         cursor.received_ahead = {}
     try:

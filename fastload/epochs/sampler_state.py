@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 DEFAULT = "default"  # the place of torch's own generator
 LOADER = "loader"  # the place of the loader's generator
 _EPOCH = ".epoch"  # ends the key of a sampler's epoch: DistributedSampler's order depends on it
+
+
+def is_drawn_from_seed(loader: DataLoader[Any]) -> bool:
+    """Whether samplers of torch choose all indices by a seed and a length: one that differs changes many."""
+    batches = loader.batch_sampler
+    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
+    return type(batches) is BatchSampler and type(batches.sampler) in kinds
 
 
 class OrderSources:

@@ -22,7 +22,7 @@ from fastload.system.notes import short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-VERSION = 4
+VERSION = 5
 _INT64 = 1 << 63
 _CURE = "Load another checkpoint, or start without a state"
 # The keys that differ from their fields; torchdata and Accelerate use the names of the first two.
@@ -40,6 +40,7 @@ def to_dict(cursor: EpochCursor) -> dict[str, Any]:
         "_sampler_iter_yielded": cursor.num_received,  # Accelerate changes it together with the one above
         "_iterator_finished": cursor.is_finished,
         "checksum": list(cursor.checksum),
+        "checks_some": cursor.checks_some,
         "received_ahead": None if cursor.received_ahead is None else sorted(cursor.received_ahead),
         "generators": {place: base64.b64encode(s).decode() for place, s in cursor.generators.items()},
         "samplers": {place: pickle.loads(state) for place, state in cursor.samplers.items()},
@@ -168,6 +169,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "base_seed": _count,
     "sample_seed": integer(0, 2 * _INT64),
     "checksum": lambda value: (_count(value[0]), integer(0, 1 << 32)(value[1])),
+    "checks_some": one_of(False, True),
     "received_ahead": _received_ahead,
     "generators": lambda value: {
         place: base64.b64decode(text, validate=True) for place, text in value.items()

@@ -7,6 +7,7 @@ middle.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -30,8 +31,8 @@ from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from fastload.cache.file_cache import FileCache
     from fastload.epochs.cursor import EpochCursor
@@ -107,7 +108,7 @@ class TorchIterator(EpochIterator):
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
     file_cache: FileCache | None = None
-    reading: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(patches.without_cache)
+    reading: Callable[[], AbstractContextManager[None] | None] = staticmethod(patches.without_cache)
 
     def begin_transform(self) -> None:
         """Take the loader's `batch_transform` for this epoch."""
@@ -122,7 +123,7 @@ class TorchIterator(EpochIterator):
         try:
             if self.streams is not None:
                 THREAD.source, THREAD.root, THREAD.pair = self.streams, None, None
-            with self.reading():
+            with self.reading() or contextlib.nullcontext():
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.cursor.end()

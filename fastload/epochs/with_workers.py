@@ -39,7 +39,7 @@ from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
-from fastload.workers.settings import pool_type_of, worker_spec
+from fastload.workers.settings import needs_keys, pool_type_of, worker_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,9 +75,7 @@ class WorkerIterator(HostIterator):
         self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._is_prefetched = False
-        self._needs_keys = (
-            loader.seeding == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
-        )
+        self._needs_keys = needs_keys(loader)
         pool_type = pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
         if pool_type.uses_threads:

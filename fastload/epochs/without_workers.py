@@ -25,7 +25,7 @@ from fastload.system.cache_counts import cache_counts
 from fastload.system.notes import add_place
 from fastload.workers.batch_maker import dataset_state_of, make_fetcher
 from fastload.workers.messages import WorkerCounters
-from fastload.workers.settings import worker_spec
+from fastload.workers.settings import needs_keys, worker_spec
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
@@ -51,7 +51,8 @@ class LocalIterator(HostIterator):
         self._turn = threading.RLock()
         self._is_fetching = False
         # The index of the batch being read, and its key; after Ctrl-C it is read again.
-        self._due: tuple[Any, BatchKey] | None = None
+        self._due: tuple[Any, BatchKey | None] | None = None
+        self._needs_keys = needs_keys(loader)
         self._number = 0  # of that batch
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         self._file_cache = file_cache_of(loader)
@@ -85,7 +86,8 @@ class LocalIterator(HostIterator):
                 if self._due is None:
                     index = next(self._sampler_iter)
                     self._number = self._cursor.next_number()
-                    self._due = self._cursor.keyed(index, self._number)
+                    has_key = self._needs_keys
+                    self._due = self._cursor.keyed(index, self._number) if has_key else (index, None)
                 batch = self._fetch(*self._due)
             except StopIteration:
                 self._cursor.end()
@@ -107,7 +109,7 @@ class LocalIterator(HostIterator):
             raise LoaderClosedError
         raise StopIteration  # the buffers may belong to another iterator now
 
-    def _fetch(self, index: Any, key: BatchKey) -> Any:
+    def _fetch(self, index: Any, key: BatchKey | None) -> Any:
         hits, misses = cache_counts.hits, cache_counts.misses
         if cache_counts.reasons:
             cache_counts.take_reasons()  # of what this thread has read outside of loaders

@@ -151,11 +151,11 @@ def copy_views(nest: Any, sample: Any) -> Any:
     if type(nest) is tuple and type(sample) is tuple and nest:  # most samples: faster than the walk
         first = nest[0].copy() if type(nest[0]) is np.ndarray and nest[0] is sample[0] else nest[0]
         parts = [first, *nest[1:]]
-        return tuple([part if _owns(part) else _copy_views(part, sample) for part in parts])
+        return tuple([part if owns(part) else _copy_views(part, sample) for part in parts])
     return _copy_views(nest, sample)
 
 
-def _owns(part: Any) -> bool:
+def owns(part: Any) -> bool:
     """Whether a value is no view: a number, a text, or an array that owns its memory."""
     kind = type(part)
     if kind is np.ndarray:

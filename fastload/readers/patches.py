@@ -12,7 +12,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import os
 import pkgutil
@@ -137,12 +136,11 @@ class installed:  # noqa: N801  # a block, used as a function; a generator would
 
 
 _met_without_cache = installed(_WITHOUT_CACHE)
-_unchanged = contextlib.nullcontext()
 
 
-def without_cache() -> AbstractContextManager[None]:
-    """Meet the libraries that need no cache during a fetch, if torchvision's transforms are imported."""
-    return _met_without_cache if "torchvision.transforms" in sys.modules else _unchanged
+def without_cache() -> AbstractContextManager[None] | None:
+    """Meet the libraries that need no cache, during a fetch; None: there is none of them."""
+    return _met_without_cache if "torchvision.transforms" in sys.modules else None
 
 
 def unmet() -> list[str]:

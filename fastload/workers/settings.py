@@ -201,6 +201,11 @@ def worker_spec(loader: LoaderSettings, base_seed: int, file_cache: FileCache | 
     )
 
 
+def needs_keys(loader: LoaderSettings) -> bool:
+    """Whether what makes a batch draws by its key."""
+    return loader.seeding == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
+
+
 def _replacements(loader: LoaderSettings) -> Sequence[Any]:
     """The indices that the sampler can return, if `on_error` needs them and the sampler is one of torch's.
 

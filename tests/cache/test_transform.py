@@ -204,10 +204,11 @@ def test_what_cannot_be_called_is_refused_at_once(role: str, value: Any, text: s
             later[0]
 
 
-def test_the_note_comes_from_workers() -> None:
-    """The error that a worker sends carries the note."""
-    with pytest.raises(AttributeError) as caught:
-        next(iter(DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1)))
+@pytest.mark.parametrize("transform", [image_only, A.Compose([A.RandomCrop(5000, 5000)])])
+def test_the_note_comes_from_workers(transform: Any) -> None:
+    """The error that a worker sends carries the note, also where a pipeline gets the cached arrays."""
+    with pytest.raises(Exception, match=r"sample|Crop size|attribute") as caught:
+        next(iter(DataLoader(CachedDataset(Images(8), transform), 4, num_workers=1)))
     assert f"sample 0 {A_TUPLE}" in "\n".join([str(caught.value), *caught.value.__notes__])
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
@@ -36,6 +36,7 @@ from tests.resume.loaders import (
 from tests.resume.zoo import Fixed, Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -325,9 +326,42 @@ def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: An
     assert order_states(loader) == before
 
 
+class OneMoved(SequentialSampler):
+    """In order, but for one index in the middle of the first 256."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1 if number == 100 else number for number in range(len(self.data_source))])
+
+
+def test_each_index_of_a_sampler_is_checked_that_is_not_torchs() -> None:
+    """One index in 256 that differs is found."""
+    numbers = range(1000)
+    loader = DataLoader(numbers, 256, sampler=SequentialSampler(numbers))
+    loader.load_state_dict(state_after(DataLoader(numbers, 256, sampler=OneMoved(numbers)), 2))
+    with pytest.raises(ResumeError, match="different indices for the first 2 batches"):
+        iter(loader)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"shuffle": True, "size": 999}, {"shuffle": False}, {"replacement": True}]
+)
+def test_another_order_of_torchs_samplers_is_found(changed: dict[str, Any]) -> None:
+    """Another length, another sampler, and another way to draw give other indices where they are checked."""
+
+    def loader(size: int = 1000, *, shuffle: bool = True, replacement: bool = False) -> DataLoader:
+        numbers, drawn = range(size), torch.Generator().manual_seed(3)
+        random = RandomSampler(numbers, replacement=replacement, generator=drawn)
+        return DataLoader(numbers, 64, sampler=random if shuffle else SequentialSampler(numbers))
+
+    other = loader(**changed)
+    other.load_state_dict(state_after(loader(), 1))
+    with pytest.raises(ResumeError):
+        iter(other)
+
+
 HUGE = 10**5000
 INVALID: dict[str, list[Any]] = {
-    "version": [None, 4.0, 3, HUGE],
+    "version": [None, 5.0, 4, HUGE],
     "epoch": [True, HUGE],
     "_num_yielded": [-1],
     "_iterator_finished": [0],

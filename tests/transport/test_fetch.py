@@ -204,6 +204,47 @@ def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_worker
     assert_same_batches(list(tud.DataLoader(dataset, 4)), batches)
 
 
+PAIRS: list[Any] = [  # of arrays that are written to rows, and of what torch can collate with them or not
+    (np.full((80, 80, 3), 1, np.uint8), 1),
+    (np.full((80, 80, 3), 2, np.uint8)[::-1].copy(), 1 << 62),
+    (np.full((160, 80, 3), 3, np.uint8)[::2], 2),
+    (np.full((80, 3, 80), 4, np.uint8).transpose(0, 2, 1), 2),
+    (np.full((80, 80, 3), 5, np.int16), 3),
+    (np.full((80, 80, 3), 6, np.uint8), True),
+    (np.full((80, 80, 3), 7, np.uint8), 0.5),
+    (np.full((80, 80, 3), 8, np.uint8), 1 << 70),
+    (np.full((80, 81, 3), 9, np.uint8), 4),
+    [np.full((80, 80, 3), 10, np.uint8), 5],
+    (np.full((80, 80, 3), 11, np.uint8), 6, 7),
+]
+
+
+def pair_of_pairs(index: int) -> Any:
+    first, second = divmod(index // 3, len(PAIRS))
+    return PAIRS[second if index % 3 == 1 else first]
+
+
+def outcomes(loader: Any) -> list[Any]:
+    batches, answers = iter(loader), []
+    while True:
+        try:
+            answers.append(next(batches))
+        except StopIteration:
+            return answers
+        except Exception as error:  # noqa: BLE001  # compared
+            answers.append(type(error))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_image_and_a_label_of_another_kind_give_torchs_batch(num_workers: int) -> None:
+    """Each kind of pair follows each other one in a batch: the batch, or the kind of error, is torch's."""
+    dataset = datasets.Made(pair_of_pairs, 3 * len(PAIRS) ** 2)
+
+    theirs = outcomes(tud.DataLoader(dataset, 3, num_workers=num_workers))
+
+    assert_same_batches(theirs, outcomes(fastload.DataLoader(dataset, 3, num_workers=num_workers)))
+
+
 def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
     """Only the thread that makes the batch stacks into the slot."""
     dataset = datasets.Made(plain, 64)

@@ -115,8 +115,11 @@ class ColumnReader:
 
     def sample(self, row: int) -> Any:
         """The sample in a row, with read-only views of arrays and private copies of tensors."""
-        values = [read(row) for read in self._made_readers or self._readers]
-        return self._make(values)
+        readers = self._made_readers or self._readers
+        if len(readers) == 2:  # most samples: without the function that a comprehension is before Python 3.12
+            first, second = readers
+            return self._make([first(row), second(row)])
+        return self._make([read(row) for read in readers])
 
     def gather(self, rows: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """A batch of rows, `(len(rows), ...)` each, in the structure of torch's default_collate.
@@ -146,7 +149,7 @@ def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     """A function that returns the value in a row, by the row's number."""
     if leaf.kind == "array":
         # One index of a row with dimensions makes an array, faster than an ellipsis.
-        return (lambda row: array[row]) if array.ndim > 1 else (lambda row: array[row, ...])
+        return array.__getitem__ if array.ndim > 1 else (lambda row: array[row, ...])
     if leaf.kind == "tensor":
         array_tensor = tensor_functions().array_tensor
         return lambda row: array_tensor(array[row, ...].copy(), leaf.dtype)
