@@ -212,7 +212,8 @@ def _hooked_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
             ):
                 setattr(fetcher, attribute, _hooked_collate(collate))
         reading = vars(fetcher).get("_reading") or contextlib.nullcontext
-        with reading() or contextlib.nullcontext():  # before the probes, which would keep readers from meeting the libraries
+        # Before the probes, which would keep readers from meeting the libraries.
+        with reading() or contextlib.nullcontext():
             return recorder.measure(fetcher, original, index, *args, **kwargs)
 
     return fetch

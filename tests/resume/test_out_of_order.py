@@ -61,7 +61,7 @@ def test_a_slow_batch_is_overtaken_by_all_batches_of_other_workers(options: dict
 
 def test_a_state_names_the_batches_that_were_received_before_an_earlier_one() -> None:
     """By number, as plain types; the checksum covers the batches before the first that is missing."""
-    with DataLoader(Gates(24, {2: 12}), 2, **AS_THEY_COME) as loader:
+    with DataLoader(Gates(24, {2: 16}), 2, **AS_THEY_COME) as loader:  # requested after five others
         iterator = iter(loader)
         got = [firsts([next(iterator)])[0] // 2 for _ in range(5)]
         state = json.loads(json.dumps(loader.state_dict()))
