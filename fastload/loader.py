@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import time
 import types
 from multiprocessing import context as mp_context
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.workers.ray_pool import RayWorkers
 
+# Modules that load the states of loaders for Lightning's Trainer.
+_LIGHTNING = frozenset(
+    f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning")
+)
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
     mp_context.ForkContext,
@@ -281,6 +286,11 @@ class DataLoader(LoaderSettings):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def __iter__(self) -> Any:
+        state = state_of(self)
+        if state.skips_empty_rest:
+            state.skips_empty_rest = False
+            for _ in self:
+                pass
         rank_consistency.check(self)
         persistent: Any = self._iterator
         workers = getattr(persistent, "source", persistent)
@@ -413,6 +423,10 @@ class DataLoader(LoaderSettings):
                 from this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
+        caller = sys._getframe(1).f_globals.get("__name__")
+        # Lightning takes an epoch for completed when it has trained on the last batch: a state of that moment
+        # would make its next epoch an empty one. Loops that ask for the rest of the epoch get it, empty.
+        state_of(self).skips_empty_rest = caller in _LIGHTNING and resume.has_no_rest(self)
 
     def explain(self) -> str:
         """What `cache=` does and has done: files and memory, how many were found, and why others were not.

@@ -40,6 +40,7 @@ class LoaderState:
     # resume.py
     cursor: EpochCursor | None = None  # of the epoch that an iterator began last
     loaded: EpochCursor | None = None  # by load_state_dict(), until the next iter(loader)
+    skips_empty_rest: bool = False  # whether iter(loader) begins the epoch after a loaded one without a rest
     next_epoch: int = 0
     has_set_epoch: bool = False  # whether the user called set_epoch()
     sample_seed: int | None = None  # of the run that was loaded

@@ -348,6 +348,17 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     state.next_epoch = loaded.epoch + loaded.is_finished
 
 
+def has_no_rest(loader: DataLoader[Any]) -> bool:
+    """Whether a state was loaded that was saved after the last batch of an epoch, but before its end."""
+    loaded = state_of(loader).loaded
+    if loaded is None or not loaded.is_within_epoch:
+        return False
+    try:
+        return loaded.num_received >= len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return False
+
+
 def _check_complete(loader: DataLoader[Any], sources: OrderSources, loaded: EpochCursor) -> None:
     """Check that the state has each part that determines the loader's batches.
 

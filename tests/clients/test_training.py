@@ -128,6 +128,13 @@ if what == "train":
 """
 
 
+class TestLightningAfterTheLastBatch(contract.Resume):
+    """Its first run stops, and saves, after the last batch of the first epoch."""
+
+    num_ranks = (1,)
+    script = TestLightning.script.replace("4 if is_stopped", "6 if is_stopped").replace("steps=4", "steps=6")
+
+
 class TestTrainer(contract.Batches, contract.Ranks, contract.Resume):
     script = f"""{ARGUMENTS}
 from transformers import Trainer, TrainingArguments

@@ -238,3 +238,20 @@ def test_a_state_is_exact_after_every_batch() -> None:
     """No argument is needed for it, as torchdata's loader has one."""
     loader = make("Stream")
     assert [loader.state_dict()["_num_yielded"] for _ in loader] == list(range(1, 15))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent": True}], ids=str)
+def test_a_rest_without_batches_is_an_epoch_for_all_but_lightning(options: dict[str, Any]) -> None:
+    """Lightning's loop has moved on after the last batch; others ask for the rest of the epoch."""
+    in_lightning: dict[str, Any] = {"__name__": "lightning.pytorch.utilities.combined_loader"}
+    exec("def load(loader, state): loader.load_state_dict(state)", in_lightning)
+    with make("shuffle, generator", **options) as loader:
+        state = state_after(make("shuffle, generator", **options), len(loader))
+        whole = [labels(loader) for _ in range(3)]
+
+    with make("shuffle, generator", **options) as plain, make("shuffle, generator", **options) as other:
+        plain.load_state_dict(state)
+        in_lightning["load"](other, state)
+
+        assert [labels(plain) for _ in range(3)] == [[], *whole[1:]]
+        assert [labels(other) for _ in range(2)] == whole[1:]
