@@ -112,7 +112,7 @@ def reader(
 def test_every_value_is_that_of_a_fresh_decode(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Readers of their own and forks, killed at any moment; in memory for three to thirty files, or on disk."""
+    """Readers of their own and forks, killed at any moment; in memory for few files, or on disk."""
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setattr(identity, "SETTLED_S", 0.05)
     monkeypatch.setattr(identity, "_file_systems", {})
