@@ -406,7 +406,8 @@ def main() -> None:
         gain, memory = ask_for_scripts(args.photos, args.runs if args.only == "files" else 1)
         questions = [gain, memory] if args.only == "files" else [memory]
         if args.save:
-            save(f"profiling_{args.only}", f"python benchmarks/profiling.py PHOTOS --only {args.only}", questions)
+            command = f"python benchmarks/profiling.py PHOTOS --only {args.only}"
+            save(f"profiling_{args.only}", command, questions)
         return
     if args.only != "predictions":
         table = Table("watched", "time / time unwatched", title="What watching costs")
