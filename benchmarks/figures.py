@@ -84,6 +84,8 @@ SHOWN = {
         "Epochs with `fastload.profile` against epochs without it (above 1 is slower), and predicted gains "
         "divided by measured ones."
     ),
+    "profiling_files": 'The gain and the memory of `cache="ram"` that a profile of torch\'s loader predicts.',
+    "profiling_memory": 'The memory of `cache="ram"` that a profile of torch\'s loader predicts.',
     "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }

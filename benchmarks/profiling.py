@@ -6,7 +6,11 @@ cure? The loops compute by waiting, as one that waits for a GPU does, but for on
 
 Held out: disk (the files come from the page cache) and the GPU. Runs of both sides are interleaved.
 
-Command: python benchmarks/profiling.py PHOTOS [--runs 7] [--save]
+A third one, with --only files: what are the gain and the memory of `cache="ram"` that a profile of torch's
+loader predicts for five kinds of scripts, and what are they? Each script runs in a process of its own. With
+--only memory, times do not count, and the machine may be busy.
+
+Command: python benchmarks/profiling.py PHOTOS [--runs 7] [--only files] [--save]
 """
 
 from __future__ import annotations
@@ -15,21 +19,31 @@ import argparse
 import contextlib
 import functools
 import itertools
+import multiprocessing
+import os
+import random
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
+import cv2
 import numpy as np
 import torch.utils.data
+from any_dataset import SETTLED_S, import_torchvision, pipelines
+from first_epoch import in_own_process
 from harness import save
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from training import Photos
 
 import fastload
+from fastload.cache.file_cache import store_of_process
 from fastload.profiling.suggestions import suggest
 from fastload.system.budget import available_bytes
 
@@ -37,7 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH = 32
-NUM_JPEGS = 1_000
+NUM_JPEGS, NUM_FILES = 1_000, 400
 TORCH, OURS = torch.utils.data.DataLoader, fastload.DataLoader
 
 
@@ -180,6 +194,105 @@ def cases(photos: str) -> list[Case]:
     ]
 
 
+class ByOpenCV(Dataset[Any]):
+    """A class as many write it: OpenCV and albumentations."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+        self.transform = crops(A.Normalize(), A.ToTensorV2())
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        image = cv2.cvtColor(cv2.imread(self.paths[index]), cv2.COLOR_BGR2RGB)
+        return self.transform(image=image)["image"], index
+
+
+class WithMasks(Dataset[Any]):
+    """Photographs with labels of their pixels, cropped by hand."""
+
+    def __init__(self, paths: list[str], folder: str) -> None:
+        self.paths, self.folder = paths, folder
+        for number, path in enumerate(paths):
+            Image.open(path).convert("RGB").quantize(21).save(f"{folder}/{number}.png")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        image = Image.open(self.paths[index]).convert("RGB")
+        mask = Image.open(f"{self.folder}/{index}.png")
+        left, upper = random.randint(0, image.width - 256), random.randint(0, image.height - 256)
+        box = left, upper, left + 256, upper + 256
+        image, mask = image.crop(box), mask.crop(box)
+        if random.random() < 0.5:
+            image, mask = (each.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for each in (image, mask))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return pixels.float().div(255), torch.from_numpy(np.array(mask)).long()
+
+
+SCRIPTS = (*pipelines(), "OpenCV and albumentations", "Pillow, with masks")
+
+
+def measure_script(photos: str, name: str, runs: int, folder: str, results: Any) -> None:
+    """Sends the predicted and the measured gain and bytes of a script; runs in a process of its own."""
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ["FASTLOAD_RUNTIME_DIR"] = f"{folder}/runtime"  # no other process has files in this memory
+    paths = sorted(map(str, Path(photos).rglob("*.jpg")))
+    few = range(0, len(paths), max(1, len(paths) // NUM_FILES))
+    if name in pipelines():
+        images = import_torchvision().datasets.ImageFolder(photos, pipelines()[name])
+        dataset: Any = Subset(images, few)
+    elif name == "OpenCV and albumentations":
+        dataset = ByOpenCV([paths[index] for index in few])
+    else:
+        dataset = WithMasks([paths[index] for index in few], folder)
+        time.sleep(SETTLED_S)
+    predicted_bytes: list[int] = []
+
+    def make(kind: Any, **settings: Any) -> Any:
+        return kind(dataset, BATCH, shuffle=True, num_workers=2, persistent_workers=True, **settings)
+
+    def note(suggestion: Any) -> None:
+        predicted_bytes.append(suggestion.nbytes)
+
+    case = Case(name, "files", lambda: make(TORCH), lambda: make(OURS, cache="ram"), 0.005)
+    found = measure_case(case, runs, note)
+    results.put({**found, "bytes": (predicted_bytes, [store_of_process("auto").nbytes])})
+
+
+def ask_for_scripts(photos: str, runs: int) -> list[dict[str, Any]]:
+    """The gain and the memory of each script: two questions."""
+    gains: dict[str, tuple[list[float], list[float]]] = {}
+    sizes: dict[str, tuple[list[float], list[float]]] = {}
+    for name in SCRIPTS:
+        with tempfile.TemporaryDirectory() as folder:
+            results: Any = multiprocessing.get_context("spawn").SimpleQueue()
+            in_own_process(measure_script, photos, name, runs, folder, results)
+            found = results.get()
+        gains[name] = found["predicted"], found["measured"]
+        sizes[name] = tuple([nbytes / 1e6 for nbytes in each] for each in found["bytes"])
+    titles = ('The gain of cache="ram"', "times", gains), ('The memory of cache="ram"', "MB", sizes)
+    return [compared(*each) for each in titles]
+
+
+def compared(title: str, unit: str, found: dict[str, tuple[list[float], list[float]]]) -> dict[str, Any]:
+    """Print what was predicted and measured, and give it as plain data."""
+    table = Table("", "predicted", "measured", "predicted / measured", title=title)
+    rows, ratios = {}, {}
+    for label, (predicted, measured) in found.items():
+        medians = statistics.median(predicted), statistics.median(measured)
+        rows[f"{label}: predicted"] = {"median": medians[0], "figures": predicted}
+        rows[f"{label}: measured"] = {"median": medians[1], "figures": measured}
+        ratios[label] = {"value": medians[0] / medians[1], "target": 1.0}
+        spread = f"{min(measured):.2f} to {max(measured):.2f}"
+        ratio = f"{medians[0] / medians[1]:.2f}"
+        table.add_row(label, f"{medians[0]:.2f}", f"{medians[1]:.2f} ({spread})", ratio)
+    Console().print(table)
+    return {"title": title, "unit": unit, "rows": rows, "ratios": ratios}
+
+
 def epoch_s(loader: Any, compute_s: float, num_epochs: int = 1) -> float:
     """Seconds of a loop, from its first batch on, or of whole epochs if there are several."""
     start_s = time.perf_counter()
@@ -207,8 +320,8 @@ def stop(loader: Any) -> None:
     loader._iterator = None
 
 
-def measure_case(case: Case, runs: int) -> dict[str, Any]:
-    """The predicted and the measured gain."""
+def measure_case(case: Case, runs: int, note: Callable[[Any], None] = lambda _: None) -> dict[str, Any]:
+    """The predicted and the measured gain; calls ``note`` with each suggestion."""
     num_epochs = 3 if case.change == "persistent_workers" else 1
     before, after = case.before(), case.after()
     predicted = []
@@ -218,8 +331,10 @@ def measure_case(case: Case, runs: int) -> dict[str, Any]:
                 for _batch in before:
                     time.sleep(case.compute_s)
         (timeline,) = profile._timelines
-        found = {one.change: one.gain for one in suggest(timeline, available_bytes())}
-        predicted.append(found.get(case.change, float("nan")))
+        found = {one.change: one for one in suggest(timeline, available_bytes())}
+        predicted.append(found[case.change].gain if case.change in found else float("nan"))
+        if case.change in found:
+            note(found[case.change])
         stop(before)
     sides: dict[str, list[float]] = {"before": [], "after": []}
     for run in range(runs + 1):
@@ -283,10 +398,17 @@ def main() -> None:
     parser.add_argument("photos")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--only", choices=["watching", "predictions"])
+    parser.add_argument("--only", choices=["watching", "predictions", "files", "memory"])
     args = parser.parse_args()
     questions = []
     console = Console()
+    if args.only in ("files", "memory"):
+        gain, memory = ask_for_scripts(args.photos, args.runs if args.only == "files" else 1)
+        questions = [gain, memory] if args.only == "files" else [memory]
+        if args.save:
+            command = f"python benchmarks/profiling.py PHOTOS --only {args.only}"
+            save(f"profiling_{args.only}", command, questions)
+        return
     if args.only != "predictions":
         table = Table("watched", "time / time unwatched", title="What watching costs")
         rows, ratios = {}, {}
@@ -301,22 +423,11 @@ def main() -> None:
             {"title": "What watching costs", "unit": "s per epoch", "rows": rows, "ratios": ratios}
         )
     if args.only != "watching":
-        table = Table("cure", "predicted", "measured", "predicted / measured", title="Predictions")
-        rows, ratios = {}, {}
+        gains = {}
         for case in cases(args.photos):
             found = measure_case(case, args.runs)
-            predicted, measured = (statistics.median(found[name]) for name in ("predicted", "measured"))
-            rows[f"{case.label}: predicted"] = {"median": predicted, "figures": found["predicted"]}
-            rows[f"{case.label}: measured"] = {"median": measured, "figures": found["measured"]}
-            ratios[case.label] = {"value": predicted / measured, "target": 1.0}
-            spread = f"{min(found['measured']):.2f} to {max(found['measured']):.2f}"
-            table.add_row(
-                case.label, f"{predicted:.2f}", f"{measured:.2f} ({spread})", f"{predicted / measured:.2f}"
-            )
-        console.print(table)
-        questions.append(
-            {"title": "Predicted and measured gains", "unit": "times", "rows": rows, "ratios": ratios}
-        )
+            gains[case.label] = found["predicted"], found["measured"]
+        questions.append(compared("Predicted and measured gains", "times", gains))
     if args.save:
         save("profiling", "python benchmarks/profiling.py PHOTOS", questions)
 

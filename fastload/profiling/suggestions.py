@@ -275,7 +275,7 @@ def _remembered_bytes(timeline: Timeline, decoders: list[Stage], resizes: list[S
     # Each worker stores some photographs before it knows that a resize repeats. Of other formats, the whole
     # image is stored beside its resized ones.
     held_bytes = _bytes(part for part in decoders if part.name in _HELD_BACK) / per_batch
-    num_learning = min(NUM_EQUAL * max(1, info["num_workers"]), num_samples)
+    num_learning: int = min(NUM_EQUAL * max(1, info["num_workers"]), num_samples)
     return round((whole_bytes - held_bytes + resized_bytes) * num_samples + held_bytes * num_learning)
 
 
