@@ -31,6 +31,8 @@ SIGNATURES = {
         *("collate_fn", "drop_last", "base_seed", "init_fn", "worker_id", "num_workers"),
         *("persistent_workers", "shared_seed"),
     ],
+    "pytree.tree_flatten": ["tree", "is_leaf"],
+    "pytree.tree_unflatten": ["leaves", "treespec"],
     "torch_collate.collate": ["batch", "collate_fn_map"],
     "torch_collate.collate_tensor_fn": ["batch", "collate_fn_map"],
     "BaseDataLoaderIter.__init__": ["self", "loader"],

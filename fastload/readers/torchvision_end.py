@@ -10,7 +10,8 @@ which calls all other steps as ever. Rules:
 2. Arguments such as `Normalize.mean` are read at every call. Nothing is written into objects of the user.
 3. This is for steps as torchvision made them. A subclass, a class or function that other code has replaced,
    a module with hooks, and what is no plain image take the ordinary way. So does whatever would raise.
-4. A plain image is Pillow's in RGB or L, an `(H, W, 3) uint8` array, or a `(3, H, W) uint8` tensor whose
+4. v2's steps can get an image with its target: what they return as it is stays as it is.
+5. A plain image is Pillow's in RGB or L, an `(H, W, 3) uint8` array, or a `(3, H, W) uint8` tensor whose
    channels come last in memory, as those of Pillow's images do. Of planes, the steps take no longer.
 """
 
@@ -29,7 +30,7 @@ from PIL import Image
 from fastload.readers.patch import Patch, thread
 from fastload.readers.request import may_fuse
 from fastload.readers.torchvision_io import memory_of
-from fastload.system.torch_private import has_hooks_or_modes, plain_tensor
+from fastload.system.torch_private import has_hooks_or_modes, plain_tensor, pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,23 +65,33 @@ def _of_v1(real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_v2(real: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *inputs: Any) -> Any:
-        if not thread.num_fetches or len(inputs) != 1 or not self.transforms:
+        if not thread.num_fetches or not inputs or not self.transforms:
             return real(self, *inputs)
-        return _composed(self.transforms, inputs[0])
+        return _composed(self.transforms, *inputs)
 
     return forward
 
 
-def _composed(steps: Any, value: Any) -> Any:
-    """What the steps make of a value, one after another."""
+def _composed(steps: Any, *inputs: Any) -> Any:
+    """What the steps make of one or several values, one after another."""
+    are_several = len(inputs) > 1
+    value = inputs if are_several else inputs[0]
     if type(steps) not in (list, tuple):
         for step in steps:
-            value = step(value)
+            value = step(*value) if are_several else step(value)
         return value
     number = 0
     while number < len(steps):  # as a loop over them: a step can change the list
-        fused = _fused(steps, number, value)
-        value, number = fused or (steps[number](value), number + 1)
+        is_joint = type(value) is tuple and len(value) > 1 if are_several else type(value) in _CONTAINERS
+        if is_joint:
+            fused = _fused_in(steps, number, value)
+        else:
+            fused = None if are_several else _fused(steps, number, value)
+        if fused is not None:
+            value, number = fused
+        else:
+            value = steps[number](*value) if are_several else steps[number](value)
+            number += 1
     return value
 
 
@@ -104,6 +115,12 @@ _STEPS = {
 }
 _BEGIN, _OF_ARRAYS = frozenset({"planes", "rows", "image"}), frozenset({"planes", "image"})
 _SCALES = frozenset({"divide", "multiply"})
+_OF_JOINTS = frozenset({"image", "multiply"})
+_CONTAINERS = frozenset({tuple, list, dict})
+_PASS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor})  # beside an image
+_PASSING_MODULES = frozenset(
+    {f"torchvision.tv_tensors._{name}" for name in ("bounding_boxes", "mask", "keypoints")}
+)
 _ATTRIBUTES = {
     "ConvertImageDtype": {"dtype"},
     "ToDtype": {"dtype", "scale"},
@@ -196,7 +213,14 @@ class _End(NamedTuple):
     std: tuple[float, ...] = ()
 
 
-def _end_at(steps: Sequence[Any], number: int, num_channels: int, begun: tuple[str, ...] = ()) -> _End | None:
+def _end_at(
+    steps: Sequence[Any],
+    number: int,
+    num_channels: int,
+    begun: tuple[str, ...] = (),
+    *,
+    is_joint: bool = False,
+) -> _End | None:
     """The longest end that begins with a step, after what was begun; None if there is none of use."""
     does = [*begun]
     mean: tuple[float, ...] = ()
@@ -212,6 +236,8 @@ def _end_at(steps: Sequence[Any], number: int, num_channels: int, begun: tuple[s
                 break
             if getattr(step, "scale", True) is not True:
                 break
+            if is_joint and type(step).__name__ == "ConvertImageDtype":
+                break  # it converts masks, too
         elif known.does in ("normalize", "normalize v2"):
             if not is_float or mean or (is_image and known.does == "normalize") or "pure" in does:
                 break
@@ -220,7 +246,7 @@ def _end_at(steps: Sequence[Any], number: int, num_channels: int, begun: tuple[s
             if min(map(abs, step.std)) < _TINY:
                 break  # it can raise
             mean, std = tuple(step.mean), tuple(step.std)
-        elif known.does == "pure" and not is_float:
+        elif known.does == "pure" and (not is_float or is_joint):
             break
         does.append(known.does)
     is_float = does[:1] == ["planes"] or len(does) > 1
@@ -288,7 +314,9 @@ def _class_of_images() -> Any:
     return getattr(sys.modules.get("torchvision.tv_tensors"), "Image", None)
 
 
-def _fused(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | None:
+def _fused(
+    steps: Sequence[Any], number: int, value: Any, *, is_joint: bool = False
+) -> tuple[Any, int] | None:
     """What the end that begins with a step makes of an image, and the number of the step after it.
 
     None if the step is to be called.
@@ -303,7 +331,7 @@ def _fused(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | N
     if torch.get_default_dtype() is not torch.float32 or has_hooks_or_modes():
         return None
     begun = source.begun
-    end = _end_at(steps, number, channels, begun)
+    end = _end_at(steps, number, channels, begun, is_joint=is_joint)
     if end is None or (begun and not end.mean):  # to scale takes the step no longer
         return None
     stop = number + len(end.steps) - len(begun)
@@ -311,6 +339,23 @@ def _fused(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | N
     if key not in _tried:
         _tried[key] = _is_equal(steps[number:stop], end, source)
     return (_computed(end, source, value), stop) if _tried[key] else None
+
+
+def _fused_in(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | None:
+    """The same for the only image in a container, from which v2's steps return all else as it is."""
+    known, images = _class_of(type(steps[number])), _class_of_images()
+    if known is None or known.does not in _OF_JOINTS or images is None:
+        return None
+    leaves, structure = pytree.tree_flatten(value)
+    places = [place for place, leaf in enumerate(leaves) if type(leaf) in (Image.Image, images)]
+    others = {type(leaf) for leaf in leaves} - {Image.Image, images} - _PASS
+    if len(places) != 1 or not all(kind.__module__ in _PASSING_MODULES for kind in others):
+        return None
+    fused = _fused(steps, number, leaves[places[0]], is_joint=True)
+    if fused is None:
+        return None
+    leaves[places[0]], stop = fused
+    return pytree.tree_unflatten(leaves, structure), stop
 
 
 def _computed(end: _End, source: _Source, value: Any) -> torch.Tensor:

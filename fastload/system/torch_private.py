@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import _utils as torch_utils
 from torch.autograd import profiler
+from torch.utils import _pytree
 from torch.utils.data import IterableDataset, _utils, dataloader
 
 from fastload.system.logs import say_once
@@ -54,6 +55,8 @@ torch_collate = _utils.collate
 torch_fetch = _utils.fetch
 torch_pin_memory = _utils.pin_memory
 torch_worker = _utils.worker
+# `tree_flatten`, `tree_unflatten`: since 1.8. torchvision's v2 imports them, too.
+pytree = _pytree
 # The classes whose `fetch` makes a batch in torch's workers: since 1.2.
 _NOT_PROFILED = "fastload profile does not see what torch's workers do"
 DATASET_FETCHERS = tuple(

@@ -455,6 +455,17 @@ def _threads(dataset: Generated, index: int) -> Any:
     return [*map(dataset.finish, images), texts]
 
 
+def _with_target(dataset: Generated, index: int) -> Any:
+    image = dataset.read(index)
+    if dataset.recipe.transform != "v2" or not isinstance(image, Image.Image):
+        return dataset.finish(image), index
+    from torchvision import tv_tensors
+
+    mask = tv_tensors.Mask(torch.full((1, image.height, image.width), index, dtype=torch.uint8))
+    target = {"mask": mask, "labels": torch.arange(index), "name": str(index)}
+    return dataset.transform(image, target) if index % 2 else dataset.transform([image, target])
+
+
 def _seeded(dataset: Generated, index: int) -> Any:
     random.seed(index)
     np.random.seed(index)
@@ -465,6 +476,7 @@ def _seeded(dataset: Generated, index: int) -> Any:
 FORMS: dict[str, Callable[[Generated, int], Any]] = {
     "plain": lambda dataset, index: (dataset.finish(dataset.read(index)), index % 3),
     "dict": lambda dataset, index: {"image": dataset.finish(dataset.read(index)), "mask": None},
+    "target": _with_target,
     "raw": lambda dataset, index: [dataset.read(index), {"other": (dataset.read(index + 1),)}],
     "branch": lambda dataset, index: (
         dataset.finish(dataset.read(index + random.randrange(2))) if np.random.rand() < 0.7 else index

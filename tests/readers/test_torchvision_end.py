@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import functools
 import io
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten
 
 import fastload
 from fastload.readers import patches, torchvision_end
@@ -586,14 +589,109 @@ def test_an_opened_file_takes_the_ordinary_way(fused: list[Any]) -> None:
     assert not fused
 
 
-def test_v2s_joint_inputs_take_the_ordinary_way(fused: list[Any]) -> None:
-    """An image with its mask, or in a dict."""
-    pipeline, image = v2.Compose(end_of_v2()), picture()
-    with patches.without_cache():
-        (one, label), structure = pipeline(image, 3), pipeline({"image": image, "label": 3})
+def target() -> dict[str, Any]:
+    """Of a detector."""
+    return {
+        "boxes": tv_tensors.BoundingBoxes(torch.ones(2, 4), format="XYXY", canvas_size=(20, 30)),
+        "masks": tv_tensors.Mask(torch.ones(2, 20, 30, dtype=torch.uint8)),
+        "labels": torch.tensor([1, 2]),
+        "name": "one",
+    }
+
+
+class OwnBoxes(tv_tensors.BoundingBoxes):
+    """A class of the user."""
+
+
+Pair = collections.namedtuple("Pair", "image label")
+
+JOINT: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "label": lambda image: (image, 3),
+    "label first": lambda image: (3, image),
+    "target": lambda image: (image, target()),
+    "dict": lambda image: ({"image": image, **target()},),
+    "list": lambda image: ([image, None, 2.5, True],),
+    "tuple": lambda image: ((image, b"one"),),
+    "nested": lambda image: ([{"a": (image, [torch.rand(3, 20, 30)])}, ()],),
+}
+OTHER_JOINT: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "two images": lambda image: (image, image),
+    "array": lambda image: (image, np.zeros((20, 30, 3), np.uint8)),
+    "video": lambda image: (image, tv_tensors.Video(torch.zeros(2, 3, 4, 4, dtype=torch.uint8))),
+    "own boxes": lambda image: (image, OwnBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(9, 9))),
+    "an object": lambda image: (image, Image.Image),
+    "none": lambda image: (1, 2),
+    "named": lambda image: (Pair(image, 3),),
+    "a subclass": lambda image: (_of_own_class(image), OwnList([2])),
+}
+
+
+def nest_facts(value: Any) -> Any:
+    """The facts of all leaves, and the containers."""
+    leaves, structure = tree_flatten(value)
+    attributes = [vars(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [facts(leaf) for leaf in leaves], structure, type(value), attributes
+
+
+@pytest.mark.parametrize("end", ["v2", "v2, scaled", "v2, pure"])
+@pytest.mark.parametrize("name", [*JOINT, *OTHER_JOINT])
+@pytest.mark.filterwarnings("ignore")
+def test_an_image_with_its_target(name: str, end: str, fused: list[Any]) -> None:
+    """v2's joint inputs: the only image becomes floats at once, all else stays as the steps return it."""
+    steps = [v2.RandomHorizontalFlip(0.5), *ENDS[end]()]
+    for compose in (v2.Compose, v1.Compose):
+        inputs = {**JOINT, **OTHER_JOINT}[name](picture())
+        if compose is v1.Compose and len(inputs) > 1:
+            continue
+        torch.manual_seed(0)
+        expected = nest_facts(compose(steps)(*inputs))
+        torch.manual_seed(0)
+        with patches.without_cache():
+            result = nest_facts(compose(steps)(*inputs))
+        assert result == expected
+    assert bool(fused) == (name in JOINT)
+    assert not any("pure" in one.steps for one in fused)
+
+
+def test_a_step_that_converts_masks_too_runs_itself(fused: list[Any]) -> None:
+    """v2's ConvertImageDtype changes all tensors of a target, and ToDtype only images."""
+    pipeline = v2.Compose([v2.ToImage(), v2.ConvertImageDtype(torch.float32), v2.Normalize(MEAN, STD)])
+    for image in (picture(), v2.ToImage()(picture())):
+        expected = nest_facts(pipeline(image, target()))
+        with patches.without_cache():
+            assert nest_facts(pipeline(image, target())) == expected
     assert not fused
-    assert (label, structure["label"]) == (3, 3)
-    assert facts(one) == facts(structure["image"]) == facts(pipeline(image))
+
+
+def test_an_image_of_torchvision_with_its_target(fused: list[Any]) -> None:
+    """After crops of ToImage's tensor: the target is the same object that the steps return."""
+    steps = [v2.ToImage(), v2.RandomCrop(16), *end_of_v2()[1:]]
+    pipeline, label = v2.Compose(steps), tv_tensors.Mask(torch.ones(1, 20, 30))
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected = nest_facts(pipeline(picture(), label))
+        torch.manual_seed(seed)
+        with patches.without_cache():
+            assert nest_facts(pipeline(picture(), label)) == expected
+    assert fused
+    fused.clear()
+    with patches.without_cache():
+        assert v2.Compose(end_of_v2())(picture(), label)[1] is label
+    assert fused
+
+
+def test_what_a_joint_step_returns_is_unpacked(fused: list[Any]) -> None:
+    """A list in place of a tuple, and one that cannot be unpacked."""
+    for step in (lambda image, label: [image, label], lambda image, label: 3, lambda image, label: (image,)):
+        pipeline = v2.Compose([step, *end_of_v2()])
+        outcomes = []
+        for reading in (contextlib.nullcontext, patches.without_cache):
+            with reading():
+                try:
+                    outcomes.append(nest_facts(pipeline(picture(), 3)))
+                except (TypeError, ValueError) as error:
+                    outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
 
 
 PLACES: dict[str, tuple[Any, str]] = {
