@@ -2,7 +2,8 @@
 
 Question: does the transport cost anything at the start of an epoch? For small batches (256 of 32 x 32 x 3)
 and for 38 MB ones (256 of 224 x 224 x 3); "warm": forkserver with the same preload for both loaders, already
-running; "cold": a new interpreter's first epoch, with torch's default start method and with spawn.
+running; "cold": a new interpreter's first epoch, with torch's default start method and with spawn. And how
+long is an epoch of 16 batches with new workers, beside one with workers that persist?
 
 Command: python benchmarks/startup.py [--runs 9] [--save]
 """
@@ -57,6 +58,37 @@ def first_batch_of_new_interpreter_ms(name: str, side: int, method: str) -> floa
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+def turnaround(side: int, size: str, runs: int) -> dict[str, Any]:
+    """Milliseconds of an epoch by forked workers, new ones and those of the epoch before."""
+
+    def contender(name: str, persists: bool) -> Contender:
+        options = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": persists}
+        loader = LOADERS[name](Blank(side), 256, **options)
+
+        def epoch_ms() -> float:
+            start_s = time.perf_counter()
+            for _ in loader:
+                pass
+            return (time.perf_counter() - start_s) * 1000
+
+        def close() -> None:
+            loader._iterator = None
+
+        return Contender(f"{name}, {'persistent' if persists else 'new'} workers", name, epoch_ms, close)
+
+    rows = [contender(name, persists) for name in LOADERS for persists in (True, False)]
+    interleave(rows, runs)
+    medians = {row.label: row.median for row in rows}
+    ratios = {
+        f"fastload / torch, {kind} workers (time)": (
+            medians[f"fastload, {kind} workers"] / medians[f"torch, {kind} workers"],
+            0.85,
+        )
+        for kind in ("persistent", "new")
+    }
+    return report(f"an epoch of 16 batches of {size}, fork", "ms", rows, ratios, digits=1)
+
+
 def question(title: str, measure: Any, side: int, method: str, runs: int, target: float) -> dict[str, Any]:
     """Both loaders, one way to start."""
     rows = [Contender(name, name, functools.partial(measure, name, side, method)) for name in LOADERS]
@@ -86,6 +118,7 @@ def main() -> None:
         for method in methods
     ]
     answers = [question(*case) for case in cases]
+    answers += [turnaround(side, size, args.runs) for side, size in ((32, "0.8 MB"), (224, "38 MB"))]
     if args.save:
         save("startup", f"python benchmarks/startup.py --runs {args.runs} --save", answers)
 

@@ -31,6 +31,7 @@ from torch.utils.data import default_collate
 
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
+from fastload.batch.source import THREADS_PAY_BYTES
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
 from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
@@ -44,14 +45,12 @@ if TYPE_CHECKING:
     from fastload.images.geometry import ImageLayout
     from fastload.memory.lease import BumpAllocator
 
-# benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
+# benchmarks/NOTES.md has the measurements behind the next sizes ("Collating").
 # With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
 # the end with torch.stack. Writing the row of a smaller tensor takes up to ten times as long.
 ROW_TENSOR_BYTES = 32 * 1024
 # As above for arrays, which NumPy stacks.
 ROW_ARRAY_BYTES = 16 * 1024
-# Several threads stack leaves of at least this size at the end faster than one thread writes rows.
-THREADS_PAY_BYTES = 128 * 1024
 # A batch of at least this size is stacked in reused memory: malloc can map fresh pages for it, and the first
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
+
+from fastload.batch.packing import is_plain
+from fastload.nested.tensors import tensor_array, tensor_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     # allocate(shape, dtype): a C-contiguous array in the memory of the batch.
     Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray[Any, Any]]
 
+# Several threads stack rows of at least this size faster than one thread gathers them (benchmarks/NOTES.md).
+THREADS_PAY_BYTES = 128 * 1024
 # Numbers of a range: products and sums of larger ones would not fit into 64 bits.
 _MAX_IN_RANGE = 1 << 61
 _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
@@ -91,17 +96,53 @@ class _RangeSource:
     def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
         """The batch that default_collate makes of ints; None if not all indices are ints from 0."""
         numbers = self._numbers
-        try:
-            positions = np.asarray(indices)
-        except ValueError:  # nested lists of different lengths
-            return None
         if max(abs(numbers.start), abs(numbers.stop), abs(numbers.step)) > _MAX_IN_RANGE:
             return None
-        if positions.dtype != np.int64 or positions.ndim != 1 or not len(positions):
+        positions = _positions(indices, len(numbers))
+        return None if positions is None else torch.from_numpy(positions * numbers.step + numbers.start)
+
+
+class _TensorSource:
+    """Torch's own TensorDataset: a batch is one gather for each tensor, instead of a view of each row."""
+
+    lend = defer = None
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+
+    def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
+        """The batch; None if a tensor is not plain, or torch's threads stack its rows faster."""
+        positions = _positions(indices, len(self._dataset))
+        if positions is None:
             return None
-        if positions.min() < 0 or positions.max() >= len(numbers):
-            return None  # the range itself raises the IndexError
-        return torch.from_numpy(positions * numbers.step + numbers.start)
+        has_threads = torch.get_num_threads() > 1
+        for tensor in self._dataset.tensors:
+            if not is_plain(tensor) or not tensor.is_contiguous() or not tensor.numel():
+                return None
+            if len(tensor) < len(self._dataset):  # it was changed in place: its own IndexError
+                return None
+            if has_threads and tensor[0].nbytes >= THREADS_PAY_BYTES:
+                return None
+        batch = []
+        for tensor in self._dataset.tensors:
+            rows = tensor_array(tensor)
+            out = allocate((len(positions), *rows.shape[1:]), rows.dtype)
+            np.take(rows, positions, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
+            batch.append(tensor_over(out, tensor.dtype))
+        return batch
+
+
+def _positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | None:
+    """Indices as an array; None if they are not all ints from 0 below the length."""
+    try:
+        positions = np.asarray(indices)
+    except ValueError:  # nested lists of different lengths
+        return None
+    if positions.dtype != np.int64 or positions.ndim != 1 or not len(positions):
+        return None
+    if positions.min() < 0 or positions.max() >= length:
+        return None  # the dataset itself raises the IndexError
+    return positions
 
 
 def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
@@ -117,6 +158,8 @@ def batch_source_of(dataset: Any) -> BatchSource | None:
     dataset, _ = inside_subsets(dataset)
     if type(dataset) is range:
         return _RangeSource(dataset)
+    if type(dataset) is TensorDataset:
+        return _TensorSource(dataset)
     for cls in type(dataset).__mro__:
         if "__batch_source__" in vars(cls):
             source: BatchSource | None = dataset.__batch_source__()

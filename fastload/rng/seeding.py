@@ -10,6 +10,7 @@ import functools
 import operator
 import os
 import random
+import sys
 import threading
 import weakref
 from dataclasses import dataclass, replace
@@ -111,7 +112,16 @@ def seed_libraries(base_seed: int, worker_id: int) -> int:
     """
     seed = base_seed + worker_id
     random.seed(seed)
-    torch.manual_seed(seed)
+    # For each kind of device, torch keeps the text of the stack: that of a forked worker takes milliseconds.
+    limit = getattr(sys, "tracebacklimit", None)
+    sys.tracebacklimit = 1
+    try:
+        torch.manual_seed(seed)
+    finally:
+        if limit is None:
+            del sys.tracebacklimit
+        else:
+            sys.tracebacklimit = limit
     np.random.seed(generate_state(base_seed, worker_id))
     return seed
 

@@ -27,20 +27,27 @@ _LARGEST_BYTES = (64 << 20, 32 << 20)
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory(num_processes: int) -> int:
+def memory_to_keep(num_processes: int) -> int:
+    """The bytes of freed memory that each of so many processes of this machine can keep."""
+    return min(_MAX_KEPT_BYTES, int(available_bytes() * _SHARE_OF_FREE) // max(1, num_processes))
+
+
+def keep_freed_memory(num_processes: int, kept_bytes: int | None = None) -> int:
     """Let this process keep memory that it frees.
 
     Does nothing if an environment variable sets glibc's thresholds, or without glibc.
 
     Args:
         num_processes: How many processes of this machine do the same.
+        kept_bytes: The result of `memory_to_keep`, if it is known: to ask takes a new process milliseconds.
 
     Returns:
         The maximum of freed memory to keep, in bytes; 0 if nothing was changed.
     """
     if any(name in os.environ for name in _OWN_SETTINGS) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return 0
-    kept_bytes = min(_MAX_KEPT_BYTES, int(available_bytes() * _SHARE_OF_FREE) // max(1, num_processes))
+    if kept_bytes is None:
+        kept_bytes = memory_to_keep(num_processes)
     if kept_bytes < _MIN_KEPT_BYTES:
         return 0
     try:

@@ -120,7 +120,7 @@ class BatchMaker:
         return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, reasons)
 
     def _take_process(self, spec: WorkerSpec, seed: int) -> None:
-        keep_freed_memory(spec.num_workers)
+        keep_freed_memory(spec.num_workers, spec.kept_bytes)
         seeding.seed_libraries(spec.base_seed, self._id)
         # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
         set_worker_info(self._id, spec.num_workers, seed, spec.dataset)

@@ -22,6 +22,7 @@ from fastload.memory.ring import Ring
 from fastload.memory.segment import Segment
 from fastload.system.limits import oom_kills, too_many_files
 from fastload.system.notes import add_note, short_repr
+from fastload.system.worker_memory import memory_to_keep
 from fastload.workers.channel import make_channel
 from fastload.workers.messages import (
     INTERRUPTED,
@@ -104,6 +105,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         """
         method = self._context.get_start_method()
         check_start(method)
+        self._spec.kept_bytes = memory_to_keep(self._spec.num_workers)
         if method != "fork":
             start_helpers(method)
             self._sent_spec = pickle_spec(self._spec)

@@ -42,6 +42,7 @@ class WorkerSpec(FetchSettings):
         seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
         seeds_samples: Whether each sample is seeded (``seeding="sample"``).
         file_cache: Remembers the files that are decoded; None: nothing does.
+        kept_bytes: How much freed memory each worker process keeps; None: it asks the system itself.
     """
 
     dataset: Any
@@ -51,6 +52,7 @@ class WorkerSpec(FetchSettings):
     seed_albumentations: bool
     seeds_samples: bool
     file_cache: FileCache | None = None
+    kept_bytes: int | None = None
 
     @property
     def is_by_value(self) -> bool:

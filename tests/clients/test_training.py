@@ -132,7 +132,9 @@ class TestLightningAfterTheLastBatch(contract.Resume):
     """Its first run stops, and saves, after the last batch of the first epoch."""
 
     num_ranks = (1,)
-    script = TestLightning.script.replace("4 if is_stopped", "6 if is_stopped").replace("steps=4", "steps=6")
+    script = TestLightning.script.replace("4 if is_stopped", "12 if is_stopped").replace(
+        "steps=4", "steps=12"
+    )
 
 
 class TestTrainer(contract.Batches, contract.Ranks, contract.Resume):

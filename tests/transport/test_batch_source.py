@@ -140,3 +140,53 @@ def test_a_bad_index_raises_what_the_dataset_raises() -> None:
     with pytest.raises(IndexError) as caught:
         next(iter(loader))
     assert "dataset index [1, 99]" in "\n".join(caught.value.__notes__)
+
+
+TENSORS: dict[str, Any] = {
+    "images and labels": (torch.arange(23 * 48, dtype=torch.uint8).view(23, 4, 4, 3), torch.arange(23)),
+    "bfloat16 and bool": (torch.randn(23, 300).bfloat16(), torch.arange(23) > 11),
+    "complex": (torch.randn(23, 3, dtype=torch.complex64),),
+    "a column of a table": (torch.arange(46.0).view(23, 2)[:, 1], torch.arange(23)),
+    "a conjugate": (torch.randn(23, 3, dtype=torch.complex64).conj(),),
+    "needs a gradient": (torch.randn(23, 3, requires_grad=True),),
+    "sparse": (torch.eye(23).to_sparse(),),
+    "nothing in a row": (torch.empty(23, 0), torch.arange(23)),
+    "large rows": (torch.arange(23 * 200_000, dtype=torch.uint8).view(23, 200_000),),
+    "a parameter": (torch.nn.Parameter(torch.randn(23, 2), requires_grad=False),),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [*((name, 0) for name in TENSORS), ("images and labels", 1), ("bfloat16 and bool", 1)],
+)
+def test_batches_of_a_tensor_dataset_are_torchs(name: str, num_workers: int) -> None:
+    """Its rows, also inside a Subset with negative indices, and the error of an index that is too large."""
+    whole = tud.TensorDataset(*TENSORS[name])
+    for dataset, order in (
+        (whole, range(23)),
+        (tud.Subset(whole, [5, -1, 0, 5, 22]), range(5)),
+        (whole, [3, 23]),
+    ):
+        expected, batches = [], []
+        for found, cls in ((expected, tud.DataLoader), (batches, fastload.DataLoader)):
+            try:
+                found.extend(cls(dataset, 4, sampler=order, num_workers=num_workers))
+            except Exception as error:  # noqa: BLE001  # compared
+                found.append(type(error))
+        assert_same_batches(expected, batches)
+
+
+def test_a_tensor_dataset_is_gathered() -> None:
+    """No row is read by itself; a subclass that reads in its own way is."""
+
+    class Twice(tud.TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return tuple(2 * part for part in super().__getitem__(index))
+
+    for cls, is_gathered in ((tud.TensorDataset, True), (Twice, False)):
+        loader = fastload.DataLoader(cls(torch.arange(8)), 4)
+        with pytest.MonkeyPatch.context() as patches:
+            if is_gathered:
+                patches.setattr(tud.TensorDataset, "__getitem__", None)
+            assert next(iter(loader))[0].tolist() == [(2 - is_gathered) * number for number in range(4)]

@@ -6,6 +6,7 @@ import functools
 import multiprocessing.connection
 import os
 import signal
+import sys
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -268,3 +269,17 @@ def test_threads_and_no_workers() -> None:
     iterator.close()
     for local in (iterator_of(), iterator_of(device="cpu", device_transform=list), iter(tud.DataLoader([1]))):
         assert not hasattr(local, "_workers")
+
+
+def test_a_worker_shows_as_much_of_its_errors_as_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sys.tracebacklimit, which is lower while torch is seeded, is then what it was, or not there."""
+    dataset = datasets.Made(traceback_limit, 1)
+    assert (
+        next(iter(fastload.DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))).item() == -1
+    )
+    monkeypatch.setattr(sys, "tracebacklimit", 7, raising=False)
+    assert next(iter(fastload.DataLoader(dataset, num_workers=1, multiprocessing_context="fork"))).item() == 7
+
+
+def traceback_limit(_: int) -> int:
+    return getattr(sys, "tracebacklimit", -1)
