@@ -273,7 +273,8 @@ class _Connection:
     """A file system of this process, and the folder's path in it.
 
     Until one read has succeeded, only one thread reads: the first request makes the client, and s3fs would
-    make one of 14 MB for each thread that sends a request before there is one.
+    make one of 14 MB for each thread that sends a request before there is one. Of a tar file, only one thread
+    reads at any time: fsspec seeks and reads through one handle.
     """
 
     def __init__(self, fs: Any, root: str, ends_stalled: bool) -> None:
@@ -281,16 +282,17 @@ class _Connection:
         self.fs = fs
         self.root = root.rstrip("/")
         self.ends_stalled = ends_stalled
-        self._connecting = threading.Lock()
+        self._reading = threading.Lock()
         self._is_connected = False
+        self._has_one_handle = type(fs).__module__ in _WITH_ONE_HANDLE
         _connections.add(self)
 
     def cat(self, name: str, **options: Any) -> Any:
         """The content of a file, with the options of `request`."""
         path = f"{self.root}/{name}" if self.root else name
-        if not self._is_connected:
-            with self._connecting:
-                if not self._is_connected:
+        if self._has_one_handle or not self._is_connected:
+            with self._reading:
+                if self._has_one_handle or not self._is_connected:
                     content = request(self.fs, "cat_file", path, **options)
                     self._is_connected = True
                     return content
@@ -312,6 +314,7 @@ def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, st
 
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
+_WITH_ONE_HANDLE = frozenset({"fsspec.implementations.tar", "fsspec.implementations.libarchive"})
 
 # Those of this process, and of its parents.
 _connections: weakref.WeakSet[_Connection] = weakref.WeakSet()

@@ -6,6 +6,7 @@ import io
 import pickle
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 
 from fastload.errors import ImageReadError
 from fastload.files.file_systems import join_url
+from fastload.files.remote import RemoteFolder
 from fastload.images.folder import ImageFolder
 
 if TYPE_CHECKING:
@@ -140,3 +142,20 @@ def test_a_file_as_the_root_is_an_error_that_knows_archives(name: str, advice: s
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(NotADirectoryError, match=advice):
         ImageFolder(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar"])
+def test_threads_read_whole_files_of_an_archive(kind: str, tmp_path: Path) -> None:
+    """fsspec reads a tar file through one handle, whose position all threads would share."""
+    contents = {f"{number:02d}.bin": bytes([number]) * (200_000 + number) for number in range(40)}
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as packed, tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for name, content in contents.items():
+            packed.writestr(name, content)
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    folder = RemoteFolder(f"{kind}://::{tmp_path / f'x.{kind}'}")
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(5):
+            assert dict(zip(contents, threads.map(folder.load, contents), strict=True)) == contents
