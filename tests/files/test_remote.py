@@ -174,7 +174,7 @@ def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[Faulty
     """The first read is finished before others begin; those are made at the same time."""
     opened, together, num_alone = folder._connect(), meet(7, alone=0), 0
     lock, come = threading.Lock(), threading.Semaphore(0)
-    opened._connecting = MagicMock(  # it tells when a thread has come to it
+    opened._reading = MagicMock(  # it tells when a thread has come to it
         __enter__=lambda _: (come.release(), lock.acquire()), __exit__=lambda *_: lock.release()
     )
 
