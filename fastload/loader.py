@@ -137,7 +137,7 @@ class DataLoader(LoaderSettings):
             of this user share; ``"ram:32G"`` takes at most so much, and ``"lmdb:PATH"`` remembers them on
             disk, in the directory PATH. The dataset can be any, its code runs in full on every access, and
             batches stay the same, bit for bit. None: what the environment variable ``FASTLOAD_CACHE`` says,
-            or nothing.
+            or nothing. ``FASTLOAD_CACHE=off`` overrides this argument.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -383,17 +383,19 @@ class DataLoader(LoaderSettings):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, and pass it to every object that has a `set_epoch()`.
 
-        These are the sampler, the batch sampler, the dataset, and its copies in persistent workers. Call it
-        before `iter(loader)`, with the same number on every rank.
+        These are the sampler, the batch sampler, the dataset, and its copies in persistent workers, but not
+        what a wrapper such as `Subset` holds. Call it before `iter(loader)`, with the same number on every
+        rank.
         """
         resume.set_epoch(self, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
 
-        The position counts the batches that the caller has received, not those prefetched. The call takes
-        microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read the
-        dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
+        The position counts the batches that the caller has received, not those prefetched; with several
+        iterators at a time, those of the one that began last. A copy of the loader has no position. The call
+        takes microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read
+        the dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
         subclass whose iterators do not take their batches from this class needs its own method.
 
         Raises:
@@ -408,9 +410,9 @@ class DataLoader(LoaderSettings):
 
         The rest of the epoch has the same samples in the same batches, for any number of workers. Resuming
         reads no samples, except from a stream without a state_dict(), whose batches are read again, with a
-        warning. The loader needs the same dataset, batch size and kind of sampler. A sampler needs a
-        generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's default
-        generator does not change.
+        warning. The loader needs the same dataset and kind of sampler, and within an epoch the same batch
+        size. A sampler needs a generator (torch's own have one, or draw from torch's default one) or a
+        state_dict(). torch's default generator does not change.
 
         Every rank can load the state that one rank saved; each skips that many batches of its own share.
 

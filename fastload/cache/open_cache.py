@@ -297,6 +297,8 @@ def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
         )
         literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
+        if isinstance(cache, str) and cache.startswith("ram:"):
+            hint = f'for a limit, pass cache="ram", max_memory="{cache.removeprefix("ram:")}"'
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):

@@ -198,9 +198,9 @@ def profile(
     """Run SCRIPT as python does, and report how long its training loops wait for data.
 
     The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
-    fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and up to three
-    changes, each with its gain. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
-    the script.
+    fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and at most
+    four changes, each with its gain. Options of fastload come before SCRIPT; everything after SCRIPT belongs
+    to the script.
     """
     from fastload.cli.script import profile_script
 

@@ -74,6 +74,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "disk_bytes": disk,
         "problem": problem,
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
+        "loader": f"fastload.DataLoader(dataset, ..., cache={cache})" if max(ram, disk) >= decoded else "",
     }
     return report, _lines(report)
 
@@ -103,4 +104,6 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{count} cannot be read; the first one: {report['first_error']}")
     if report["problem"]:
         lines.append(f"no cache can hold these samples: {report['problem']}")
+    if report["loader"]:
+        lines.insert(0, f"or keep your own dataset, such as torchvision's: {report['loader']}")
     return [f"use {report['use']}", *lines]

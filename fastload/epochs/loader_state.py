@@ -127,12 +127,13 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
         lines.append(f"what was found is not counted, because torch's own iterator reads: {why_torch}")
     else:
         lines.append(
-            "so far: no file was decoded by a library that is met (docs/guides/caching.md lists them): "
-            "register your own function with fastload.remember()"
+            "so far: no file was decoded by a supported library (docs/guides/caching.md lists them) while "
+            "the loader read: decode images in the dataset, not in your loop; register a function of your own "
+            "with fastload.remember()"
         )
         names = patches.unmet()
         if names:
-            lines.append(f"  replaced by other code, and so not met: {', '.join(names)}")
+            lines.append(f"  replaced by other code, and so not remembered: {', '.join(names)}")
     return "\n".join(lines)
 
 

@@ -294,9 +294,10 @@ def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Ite
     content, sample_bytes = "the decoded images", image_bytes
     if not image_bytes:
         content, sample_bytes = "the samples", info["nbytes"] / per_batch
-    transform, copied_bytes = "", sample_bytes
+    transform, moved, copied_bytes = "", "", sample_bytes
     if timeline.parts(probes.TRANSFORM):
         content += ", before the transform,"
+        moved = "move the transform out of the dataset, to "
         transform, copied_bytes = ", transform", 0.0  # it reads the cached sample in place
     needed_bytes = round(sample_bytes * info["num_samples"])
     sizes = f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free"
@@ -305,8 +306,8 @@ def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Ite
         added_s = per_batch * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
         yield Suggestion(
             "ram",
-            f"keep {content} in RAM: CachedDataset(dataset{transform}), which needs {sizes}. The gain begins "
-            "in the second epoch",
+            f"keep {content} in RAM: {moved}CachedDataset(dataset{transform}), which needs {sizes}. The gain "
+            "begins in the second epoch",
             _without(timeline, model, spared, added_s=added_s),
             needed_bytes,
         )
@@ -445,7 +446,7 @@ def _slow_parts(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     """Parts of the user's own code, by name."""
     for part in timeline.parts(probes.TRANSFORM)[:1]:
         share = part.wall_s / max(timeline.stage_s(probes.TRANSFORM), 1e-9)
-        if share > _DOMINANT and part.name not in _NORMALIZERS:
+        if share > _DOMINANT and part.name not in _NORMALIZERS | {"Compose"}:  # which is all of them
             text = f"a cheaper transform: {part.name} is {share:.0%} of the transforms' time"
             yield Suggestion("transform", text, _without(timeline, model, [part]))
     for part in timeline.parts(probes.COLLATE)[:1]:

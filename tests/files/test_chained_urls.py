@@ -146,7 +146,7 @@ def test_a_file_as_the_root_is_an_error_that_knows_archives(name: str, advice: s
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
 def test_threads_read_whole_files_of_an_archive(kind: str, tmp_path: Path) -> None:
-    """fsspec reads a tar file through one handle, whose position all threads would share."""
+    """Fsspec reads a tar file through one handle, whose position all threads would share."""
     contents = {f"{number:02d}.bin": bytes([number]) * (200_000 + number) for number in range(40)}
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as packed, tarfile.open(tmp_path / "x.tar", "w") as tar:
         for name, content in contents.items():

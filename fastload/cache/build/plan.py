@@ -227,7 +227,7 @@ def check_source(
     why = why_different(cache.description, wanted)
     if why is not None:
         command = fastload_command("cache", "rm", cache.path)
-        anew = f"remove this cache with {command}, or use a different path"
+        anew = f"remove this cache with {command}, build it anew with --force, or use a different path"
         raise CacheMismatchError(
             f"{cache.path} was made from other samples, from an earlier state of them, or with other "
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "

@@ -168,6 +168,7 @@ def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> No
     raise NondeterministicDatasetError(
         f"{type(of_user).__name__}[{index}] {problem}{source}. A cache would freeze one draw. Move the "
         "random part out of the dataset, to CachedDataset(dataset, transform), which runs it on every access"
+        '; or cache files instead of samples: DataLoader(dataset, cache="ram")'
         f"{advice}"
     )
 
