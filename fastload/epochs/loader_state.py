@@ -128,8 +128,8 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
     else:
         lines.append(
             "so far: no file was decoded by a supported library (docs/guides/caching.md lists them) while "
-            "the loader read: decode images in the dataset, not in your loop; register a function of your own "
-            "with fastload.remember()"
+            "the loader read: decode images in the dataset, not in your loop; register your own function with "
+            "fastload.remember()"
         )
         names = patches.unmet()
         if names:
