@@ -128,7 +128,7 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
     else:
         lines.append(
             "so far: no file was decoded by a supported library (docs/guides/caching.md lists them) while "
-            "the loader read: decode images in the dataset, not in your loop; register your own function with "
+            "the loader read: decode in the dataset, not in your loop; register your own function with "
             "fastload.remember()"
         )
         names = patches.unmet()
