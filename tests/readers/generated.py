@@ -343,7 +343,8 @@ class Generated(Dataset[Any]):
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
         self.transform = _make_transform(recipe.transform, recipe.seed)
-        self.end_of_arrays = _make_transform("arrays", recipe.seed)
+        if recipe.transform in ("v1", "v2"):  # without torchvision, recipes name neither
+            self.end_of_arrays = _make_transform("arrays", recipe.seed)
         self.memo: dict[int, Any] = {}
         self.num_read = 0
         self.imread = cv2.imread  # taken before any patch
