@@ -33,9 +33,8 @@ import albumentations as A
 import cv2
 import numpy as np
 import torch.utils.data
-from any_dataset import SETTLED_S, import_torchvision, pipelines
-from first_epoch import in_own_process
-from harness import save
+from any_dataset import FOLDERS, SETTLED_S
+from harness import in_own_process, save
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
@@ -232,7 +231,7 @@ class WithMasks(Dataset[Any]):
         return pixels.float().div(255), torch.from_numpy(np.array(mask)).long()
 
 
-SCRIPTS = (*pipelines(), "OpenCV and albumentations", "Pillow, with masks")
+SCRIPTS = (*FOLDERS, "OpenCV and albumentations", "Pillow, with masks")
 
 
 def measure_script(photos: str, name: str, runs: int, folder: str, results: Any) -> None:
@@ -241,9 +240,8 @@ def measure_script(photos: str, name: str, runs: int, folder: str, results: Any)
     os.environ["FASTLOAD_RUNTIME_DIR"] = f"{folder}/runtime"  # no other process has files in this memory
     paths = sorted(map(str, Path(photos).rglob("*.jpg")))
     few = range(0, len(paths), max(1, len(paths) // NUM_FILES))
-    if name in pipelines():
-        images = import_torchvision().datasets.ImageFolder(photos, pipelines()[name])
-        dataset: Any = Subset(images, few)
+    if name in FOLDERS:
+        dataset: Any = Subset(FOLDERS[name](photos), few)
     elif name == "OpenCV and albumentations":
         dataset = ByOpenCV([paths[index] for index in few])
     else:
