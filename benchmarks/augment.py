@@ -32,10 +32,10 @@ import torch
 from harness import Contender, best, interleave, report, save
 
 import fastload
-from fastload.device import resample
 from fastload.device.devices import copy_parameters
 from fastload.rng.batch_draws import BatchDraws
 from fastload.rng.keys import BatchKey
+from fastload.transforms import resample as resampling
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.compose import compose
 
@@ -68,7 +68,7 @@ def as_on_a_gpu(images: torch.Tensor) -> torch.Tensor:
     boxes = draw_boxes(uniforms, (SOURCE, SOURCE), SCALE, RATIO)
     flips = BatchDraws().uniforms(len(images), 1) < 0.5
     parameters = torch.from_numpy(np.vstack([boxes, flips]).astype(np.float32))
-    return resample._all_at_once(images, copy_parameters(parameters, images.device), (SIDE, SIDE))
+    return resampling._all_at_once(images, copy_parameters(parameters, images.device), (SIDE, SIDE))
 
 
 def by_albumentations() -> Callable[[torch.Tensor], torch.Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
@@ -21,6 +23,7 @@ PAGE = ROOT / "docs" / "guides" / "frameworks.md"
 
 def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The folder's run.py as a module; what it imports from there is forgotten after the test."""
+    importlib.import_module("numpy")  # its compiled part can be loaded once in a process
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return importlib.import_module("run")
@@ -158,3 +161,23 @@ def test_each_requirement_is_pinned() -> None:
         assert path.name in makefile or path.stem in environments
     for path in (ROOT / "pyproject.toml", PINS / "shared.txt"):
         assert "albumentationsx==" not in path.read_text().lower()
+
+
+IMPORT_ALL = """
+import importlib, pathlib, sys
+for path in sorted(pathlib.Path(sys.argv[1]).glob("*.py")):
+    try:
+        importlib.import_module(path.stem)
+    except ModuleNotFoundError as error:
+        if error.name not in ("kornia", "ray", "torchvision", "triton"):
+            raise
+"""
+
+
+def test_every_benchmark_finds_what_it_imports() -> None:
+    """Those of packages that are not installed apart; none of them runs in other tests."""
+    folder = ROOT / "benchmarks"
+    paths = os.pathsep.join([str(folder), *sys.path])
+    command = [sys.executable, "-c", IMPORT_ALL, str(folder)]
+
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
