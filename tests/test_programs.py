@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "guides" / "frameworks.md"
 
 def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The folder's run.py as a module; what it imports from there is forgotten after the test."""
-    importlib.import_module("numpy")  # its compiled part can be loaded once in a process
+    importlib.import_module("torch")  # compiled parts, NumPy's too, can be loaded once in a process
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return importlib.import_module("run")
