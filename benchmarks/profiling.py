@@ -396,16 +396,14 @@ def main() -> None:
     parser.add_argument("photos")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--only", choices=["watching", "predictions", "files", "memory"])
+    parser.add_argument("--only", choices=["watching", "predictions", "files"])
     args = parser.parse_args()
     questions = []
     console = Console()
-    if args.only in ("files", "memory"):
-        gain, memory = ask_for_scripts(args.photos, args.runs if args.only == "files" else 1)
-        questions = [gain, memory] if args.only == "files" else [memory]
+    if args.only == "files":
+        questions = ask_for_scripts(args.photos, args.runs)
         if args.save:
-            command = f"python benchmarks/profiling.py PHOTOS --only {args.only}"
-            save(f"profiling_{args.only}", command, questions)
+            save("profiling_files", "python benchmarks/profiling.py PHOTOS --only files", questions)
         return
     if args.only != "predictions":
         table = Table("watched", "time / time unwatched", title="What watching costs")
