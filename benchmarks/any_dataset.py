@@ -46,7 +46,8 @@ from fastload.cache.file_cache import forget_stores
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BATCH_SIZE, NUM_WORKERS = 16, 2
+BATCH_SIZE = 16
+LOADING = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 START_METHOD = "fork"
 SETTLED_S = 3  # files that were just written are not remembered
@@ -168,11 +169,10 @@ def make_masks(folder: Path, size: Size) -> None:
 def loaders(make_dataset: Callable[[str], Any], folder: str, cache: str) -> dict[str, Any]:
     """How each loader is made; ``cache`` is a folder for the cache on disk."""
     dataset = make_dataset(folder)
-    loading = {"shuffle": True, "num_workers": NUM_WORKERS, "persistent_workers": True}
     # With torch's seeds in albumentations, too, so that the batches can be compared.
-    ours = {**loading, "seed_albumentations": False}
+    ours = {**LOADING, "seed_albumentations": False}
     return {
-        TORCH: lambda: torch.utils.data.DataLoader(dataset, BATCH_SIZE, **loading),
+        TORCH: lambda: torch.utils.data.DataLoader(dataset, BATCH_SIZE, **LOADING),
         "import only": lambda: fastload.DataLoader(dataset, BATCH_SIZE, **ours),
         'cache="ram"': lambda: fastload.DataLoader(dataset, BATCH_SIZE, cache="ram", **ours),
         "cache=lmdb": lambda: fastload.DataLoader(dataset, BATCH_SIZE, cache=f"lmdb:{cache}", **ours),
@@ -182,12 +182,11 @@ def loaders(make_dataset: Callable[[str], Any], folder: str, cache: str) -> dict
 def crop_only(folder: str) -> dict[str, Any]:
     """The same crops through a CachedDataset that keeps nothing."""
     crop = OwnFiles(folder).crop
-    loading = {"shuffle": True, "num_workers": NUM_WORKERS, "persistent_workers": True}
 
     def make(decode: str) -> Any:
         images = fastload.ImageFolder(folder)
         dataset = fastload.CachedDataset(images, transform=crop, cache=None, decode=decode)
-        return fastload.DataLoader(dataset, BATCH_SIZE, **loading)
+        return fastload.DataLoader(dataset, BATCH_SIZE, **LOADING)
 
     return {CROP_ONLY: lambda: make("exact"), CROP_FAST: lambda: make("fast")}
 

@@ -128,7 +128,7 @@ def spread(figures: list[float]) -> str:
 def tables() -> str:
     """The page: where another loader wins or ties, then a section for each results file that is there."""
     found = {
-        name: json.loads((RESULTS / f"{name}.json").read_text())
+        name: json.loads((RESULTS / f"{name}.json").read_text().replace("rng=", "seeding="))  # once its name
         for name in SHOWN
         if (RESULTS / f"{name}.json").exists()
     }
@@ -166,8 +166,7 @@ def section(question: dict[str, Any]) -> str:
             f"{label} {digits(row['median'])} ({spread(row['figures'])})" for label, row in rows.items()
         ]
         parts.append(f"{question['unit']}: {'; '.join(figures)}")
-    text = f"- **{question['title']}**: " + ". ".join(parts)
-    return text.replace('rng="', 'seeding="')  # the name of older results
+    return f"- **{question['title']}**: " + ". ".join(parts)
 
 
 def with_unit(ratio: dict[str, Any]) -> str:
@@ -188,9 +187,7 @@ def lost_or_level(found: dict[str, dict[str, Any]]) -> list[str]:
                 if (name == "zero_cost" or AGAINST.search(label)) and one["value"] <= LEVEL
             ]
             if few:
-                lines.append(
-                    f"- [{question['title']}](#{name}): {'; '.join(few)}".replace("rng=", "seeding=")
-                )
+                lines.append(f"- [{question['title']}](#{name}): {'; '.join(few)}")
     return [*lines, ""]
 
 

@@ -262,6 +262,8 @@ def test_a_source_has_its_bytes_and_the_line_to_use(
     assert "6 samples, estimated from the headers of 4" in text
     assert text.splitlines()[0] == f"use {found['use']}"  # the verdict comes first
     assert f"cache={cache})" in found["use"]
+    by_file = cache if "encoded" not in cache and cache != "None" else None  # it holds decoded pixels
+    assert found["loader"] == (f"fastload.DataLoader(dataset, ..., cache={by_file})" if by_file else "")
     made = found["use"].replace("PATH", f"{tmp_path}/photos.lmdb")
     assert len(eval(made, {"fastload": fastload, "transform": None})) == 6
 
@@ -314,11 +316,12 @@ def test_a_remote_source_is_read_like_a_local_one(tmp_path: Path) -> None:
 
 
 def test_a_source_without_undecoded_images() -> None:
-    """A dataset of arrays has no files; random samples have no cache, and the reason is there."""
+    """A dataset of arrays has no files; of random samples, only files can be remembered, for a reason."""
     found = as_json("tests.cli_zoo:Plain")
     assert (found["file_bytes"], found["problem"]) == (None, "")
     assert found["use"] == 'fastload.CachedDataset(dataset, transform, cache="ram")'
     found = as_json("tests.cli_zoo:Random")
     assert found["use"] == "fastload.CachedDataset(dataset, transform, cache=None)"
+    assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'
     assert "Random[0] returns a different sample on every access" in found["problem"]
     assert "no cache can hold these samples" in run("tests.cli_zoo:Random").stdout

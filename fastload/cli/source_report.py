@@ -52,12 +52,8 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     means = (statistics.mean(each) for each in zip(*sizes.values(), strict=True))
     decoded, files = (round(mean * num_samples) for mean in means)
     ram, disk = parse_memory("auto"), shutil.disk_usage(os.getcwd()).free
-    if decoded <= ram:
-        cache = '"ram"'
-    elif decoded <= disk:
-        cache = '"lmdb:PATH"'
-    else:
-        cache = '"ram-encoded"' if 0 < files <= ram else "None"
+    of_pixels = '"ram"' if decoded <= ram else '"lmdb:PATH"' if decoded <= disk else ""
+    cache = of_pixels or ('"ram-encoded"' if 0 < files <= ram else "None")
     problem = ""
     try:
         probe(source, indices=[min(sizes)])
@@ -74,7 +70,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "disk_bytes": disk,
         "problem": problem,
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
-        "loader": f"fastload.DataLoader(dataset, ..., cache={cache})" if max(ram, disk) >= decoded else "",
+        "loader": of_pixels and f"fastload.DataLoader(dataset, ..., cache={of_pixels})",  # random ones, too
     }
     return report, _lines(report)
 

@@ -49,9 +49,9 @@ _REMEMBERED = frozenset(
     )
 )
 _HELD_BACK = frozenset((f"{probes.LOAD} JPEG", f"{probes.LOAD} MPO"))  # until their first use
-# The end of torchvision's pipelines, which fastload's loader looks up in a table.
+# The end of torchvision's pipelines, which fastload's loader does at once.
 _TO_TENSOR = frozenset(("ToTensor", "ToImage", "PILToTensor"))
-_TABLED = _TO_TENSOR | {"ConvertImageDtype", "Normalize", "ToDtype"}
+_FUSED = _TO_TENSOR | {"ConvertImageDtype", "Normalize", "ToDtype"}
 _HIT_S = 50e-6  # of a remembered file, besides copying its pixels
 _COPY_BYTES_PER_S = 8e9  # of a private copy of them
 _WORTH_REMEMBERING = 0.25  # of the files; where fewer fit, the system's page cache serves better
@@ -250,7 +250,7 @@ def _files(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iter
     share = sum(part.wall_s for part in spared) / max(sum(part.wall_s for part in timeline.stages), 1e-9)
     after, collating_s = _transported(timeline, model)
     added_s = fitting * added_s - collating_s
-    end = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _TABLED]
+    end = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _FUSED]
     if not info["is_fastload"] and any(part.name in _TO_TENSOR for part in end):
         added_s += min(info["nbytes"] / _RAM_BYTES_PER_S - sum(part.wall_s for part in end), 0.0)
     yield Suggestion(
@@ -468,9 +468,9 @@ def _slow_parts(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
 
 
 def _transport(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
-    if timeline.info["is_fastload"] or not timeline.info["num_workers"]:
-        return
     after, spared_s = _transported(timeline, model)
+    if after is model:
+        return
     share = 1 - spared_s / timeline.make_s if timeline.make_s > spared_s else 1.0
     taken_s = timeline.stage_s(probes.SEND) + timeline.receiving_s
     yield Suggestion(
@@ -482,7 +482,7 @@ def _transport(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
 
 
 def _transported(timeline: Timeline, model: LoaderModel) -> tuple[LoaderModel, float]:
-    """The model with fastload's transport, and the seconds of making a batch that it spares."""
+    """The model with fastload's transport (itself if it has that), and the seconds a batch that it spares."""
     info = timeline.info
     if info["is_fastload"] or not info["num_workers"]:
         return model, 0.0
