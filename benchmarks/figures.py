@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 SHOWN = {
     "demo": (
         "Seconds per epoch of loaders that take turns; nothing is trained, and the first epoch fills the "
-        "cache. Ratios compare epochs of the same turn."
+        "cache. Ratios are those of medians."
     ),
     "throughput": "Ratios of medians of interleaved runs, each side with its best number of workers up to 2.",
     "zero_cost": (
@@ -107,7 +107,7 @@ comes from the file of that name under `results/`; `python benchmarks/figures.py
 the code may have changed since.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
-machines have busy neighbours: compare ratios, and run the command on your own machine.
+machines have busy neighbors: compare ratios, and run the command on your own machine.
 """  # noqa: E501  # lines as in the other Markdown files
 
 
