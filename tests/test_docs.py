@@ -247,7 +247,11 @@ def test_the_recipe_for_tensorboard_writes_the_known_figures(monkeypatch: pytest
 
 ALL_EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Those of one page. `train.py` has tests of its own; `pictures.py` is what the others read.
-PARTS = ("pictures", "train", *(f"train_{part}" for part in ("ablate", "data", "habits", "model", "step")))
+PARTS = (
+    "pictures",
+    "train",
+    *(f"train_{part}" for part in ("ablate", "data", "model", "step", "techniques")),
+)
 EXAMPLES = [path for path in ALL_EXAMPLES if path.stem not in PARTS]
 RUN_HERE = [path for path in EXAMPLES if path.stem != "ray_workers"]  # which tests/clients runs
 # The last lines that each example prints, as a regular expression, and the package that it needs.
