@@ -38,8 +38,8 @@ SHOWN = {
     ),
     "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
     "efficiency": (
-        "Torch's loader and fastload's on more and more cores, with as many workers; efficiency is the rate "
-        "divided by as many times the rate of one core, and copies are of as many threads."
+        "torch's loader and fastload's on n cores with n workers. Efficiency is the rate divided by n times "
+        'the rate of one core; "copy" is n threads that only copy memory.'
     ),
     "any_dataset": (
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
@@ -108,6 +108,9 @@ the code may have changed since.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
 machines have busy neighbors: compare ratios, and run the command on your own machine.
+
+In the labels, "import only" is fastload's loader over the same dataset, "cached" its loader over a `CachedDataset` in
+RAM, "bulk" torch's loader over a dataset that returns a whole batch at a time, and "/" divides two medians.
 """  # noqa: E501  # lines as in the other Markdown files
 
 
