@@ -213,7 +213,7 @@ def headline() -> str:
         ),
     }
     lines = [
-        "| you change | later epochs, times torch's rate | the first epoch | price |",
+        "| you change | speed-up over torch, later epochs | first epoch | price |",
         "|---|---:|---:|---|",
     ]
     for label, (change, price) in changes.items():
@@ -232,12 +232,11 @@ def headline() -> str:
     return (
         "\n".join(lines) + "\n\n"
         f"Albumentations' `RandomResizedCrop` and a flip of small JPEGs; {cores} cores ({cpu}), no GPU, no "
-        "model; the loaders read by turns, and a figure is the ratio of their median epochs, in the worst "
-        f"and in the best of {rounds} rounds. Where torchvision's `ImageFolder` crops at random, and "
-        'ends with `ToTensor` and `Normalize`, `cache="ram"` brings '
-        f"{small:.1f} times torch's rate at 500 x 375 pixels and {large:.1f} at 2048 x 1536 "
-        "(9.4 MB of memory each); if the pipeline begins with `Resize(256)`, "
-        f"{resized:.1f} and {large_resized:.0f}. "
+        "model. The loaders take turns; a figure is the ratio of their median epochs, in the worst and in "
+        f"the best of {rounds} rounds. For torchvision's `ImageFolder` with a random crop, `ToTensor` and "
+        f'`Normalize`, `cache="ram"` is {small:.1f} times as fast as torch at 500 x 375 pixels and '
+        f"{large:.1f} times at 2048 x 1536 (9.4 MB of memory each); with `Resize(256)` first, {resized:.1f} "
+        f"and {large_resized:.0f} times. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
 
@@ -450,7 +449,7 @@ def unchanged_classes() -> str:
     results = json.loads((RESULTS / "any_dataset.json").read_text())
     names = ("import only", 'cache="ram"', "cache=lmdb")
     lines = [
-        "| times torch's rate | the import | in RAM | its first epoch | on disk | its first epoch |",
+        "| speed-up over torch | the import | in RAM | first epoch | on disk | first epoch |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     later, first = {}, {}
