@@ -38,11 +38,11 @@ class Schedule:
     def assign(self) -> int | None:
         """Choose the worker of a new request; None when no worker is active."""
         num_workers = len(self._active)
-        in_turn = ((self._cursor + step) % num_workers for step in range(num_workers))
-        active = (worker for worker in in_turn if self._active[worker])
-        worker = next(active, None) if self._in_order else min(active, key=self._pending.count, default=None)
-        if worker is None:
+        in_turn = [*range(self._cursor, num_workers), *range(self._cursor)]
+        active = [worker for worker in in_turn if self._active[worker]]
+        if not active:
             return None
+        worker = active[0] if self._in_order else min(active, key=self._pending.count)
         self._cursor = (worker + 1) % num_workers
         self.num_assigned += 1
         self._pending.append(worker)
