@@ -45,10 +45,6 @@ SHOWN = {
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
         "equal, bit for bit, except those of a CachedDataset."
     ),
-    "small_images": (
-        "Images from one array, augmented one by one by albumentations, or all at once by a "
-        "`batch_transform`."
-    ),
     "many_workers": "A dataset that waits without computing; the consumer's CPU is the limit.",
     "ray_workers": (
         "Ray's actors beside worker processes, for samples that cost nothing: the price of the transport. "
