@@ -26,6 +26,10 @@ SHOWN = {
         "Time of torch's loader / time of ours with only the import changed, on zero-cost datasets; above 1 "
         "fastload is faster."
     ),
+    "zero_cost_fresh": (
+        "The same without workers, with each run of each loader in a process of its own: torch's loader, run "
+        "before, cannot teach malloc to keep memory."
+    ),
     "training": "Training steps per second of a small model on the same two cores.",
     "accuracy": (
         "The ImageNet recipe with a small network and pieces of photographs: losses and accuracies of three "

@@ -98,6 +98,7 @@ class ReplyKind(enum.IntEnum):
 
 _KINDS = tuple(ReplyKind)
 
+
 @dataclass(slots=True)
 class BatchReply:
     """What a worker made of one index.
