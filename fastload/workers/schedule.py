@@ -42,7 +42,7 @@ class Schedule:
         active = [worker for worker in in_turn if self._active[worker]]
         if not active:
             return None
-        worker = active[0] if self._in_order else min(active, key=self._pending.count)
+        worker: int = active[0] if self._in_order else min(active, key=self._pending.count)
         self._cursor = (worker + 1) % num_workers
         self.num_assigned += 1
         self._pending.append(worker)
