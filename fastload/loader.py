@@ -32,6 +32,7 @@ from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
+from fastload.system.notes import add_note
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
@@ -212,7 +213,7 @@ class DataLoader(LoaderSettings):
             workers: Any = self._iterator
             workers.close()
             self._iterator = None
-        self.num_workers = number
+        super().__setattr__("num_workers", number)
         if number == 0:
             self.prefetch_factor = None
         elif self.prefetch_factor is None:
@@ -224,6 +225,34 @@ class DataLoader(LoaderSettings):
         if self._auto_workers is None and needs_cpus:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        settings = vars(self)
+        if name in OPTION_NAMES and settings.keys() >= set(OPTION_NAMES):  # else a constructor is at work
+            old = {option: settings[option] for option in OPTION_NAMES}
+            try:
+                Options(**{**old, name: value}).check_with(self, is_auto=self._auto_workers is not None)
+            except (TypeError, ValueError) as error:
+                add_note(
+                    error,
+                    f"raised when {type(self).__name__}.{name} was set, which is an argument of "
+                    "fastload.DataLoader: give an attribute of your own a different name",
+                )
+                raise
+            if (type(value), value) != (type(old[name]), old[name]):
+                self._use_new(name)
+        elif name == "num_workers":
+            self._auto_workers = None  # the user's number; "auto" sets its own past this line
+        super().__setattr__(name, value)
+
+    def _use_new(self, name: str) -> None:
+        """Let the next `iter(loader)` begin with the new value of an option."""
+        state = state_of(self)
+        state.has_new_settings = True
+        state.buffers = None  # their limit can be new
+        if name == "cache" and state.file_cache is not None:
+            state.file_cache.close()
+            state.file_cache = None
 
     @property
     def failed_samples(self) -> list[FailedSample]:
@@ -296,9 +325,13 @@ class DataLoader(LoaderSettings):
         workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
-        elif isinstance(workers, WorkerIterator) and workers.was_interrupted:
-            persistent.close()  # a notebook's user who stops a cell runs it again
+        elif isinstance(persistent, EpochIterator) and (
+            # A notebook's user who stops a cell runs it again.
+            state.has_new_settings or (isinstance(workers, WorkerIterator) and workers.was_interrupted)
+        ):
+            persistent.close()
             self._iterator = None
+        state.has_new_settings = False
         if self._auto_workers is not None:
             self._set_num_workers(self._chosen_number(self._auto_workers))
         warn_of_few_hits(self)

@@ -132,9 +132,9 @@ def test_it_follows_from_the_arguments_as_they_are_now() -> None:
     assert DataLoader(IMAGES, None).collate_fn is tud.DataLoader(IMAGES, None).collate_fn
     loader = DataLoader(IMAGES, 4, collate_fn=_collate)
     assert loader.collate_fn is _collate
-    loader.device_transform = _first
-    assert "device_transform" in warned(prepared_as_accelerate_does(loader))[1][0]
-    loader.device_transform = None
+    loader.batch_transform = _first
+    assert "batch_transform" in warned(prepared_as_accelerate_does(loader))[1][0]
+    loader.batch_transform = None
     assert loader.collate_fn is _collate
 
 
