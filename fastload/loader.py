@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 _LIGHTNING = frozenset(
     f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning")
 )
+# While a hook of Lightning makes a loader, the constructors of the classes that were imported before note their
+# arguments, and ranks build the loader again from those of the first one: torch's, if this class is new.
+_LIGHTNINGS_NOTE = "__pl_saved_kwargs"
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
     mp_context.ForkContext,
@@ -196,7 +199,10 @@ class DataLoader(LoaderSettings):
             del arguments[name]
         # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere.
         vars(self)["worker_type"] = worker_type
+        has_note = _LIGHTNINGS_NOTE in vars(self)
         super().__init__(**{**arguments, "num_workers": 1 if num_workers == "auto" else num_workers})
+        if not has_note and _LIGHTNINGS_NOTE in vars(self):
+            vars(self)[_LIGHTNINGS_NOTE] |= {"num_workers": num_workers, **vars(options)}
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
         rank_consistency.note(self)  # before any process is forked
@@ -242,6 +248,10 @@ class DataLoader(LoaderSettings):
             if (type(value), value) != (type(old[name]), old[name]):
                 self._use_new(name)
         elif name == "num_workers":
+            if isinstance(value, str):
+                raise ValueError(
+                    f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
+                )
             self._auto_workers = None  # the user's number; "auto" sets its own past this line
         super().__setattr__(name, value)
 

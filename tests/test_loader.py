@@ -243,6 +243,8 @@ def test_a_number_of_workers_ends_auto() -> None:
     """The user's number is used from the next epoch on, and stays."""
     loader = fastload.DataLoader(IMAGES, 4, num_workers="auto")
     list(loader)
+    with pytest.raises(ValueError, match='the constructor takes "auto"'):
+        loader.num_workers = "auto"  # type: ignore[assignment]
     loader.num_workers = 3
     for _ in range(2):
         assert (len(list(loader)), loader.num_workers) == (3, 3)

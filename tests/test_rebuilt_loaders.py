@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 import warnings
@@ -58,6 +59,19 @@ def prepared_as_ray_does(loader: Any) -> Any:
     return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
 
 
+def noted_as_lightning_does(init: Any) -> Any:
+    """lightning/fabric/utilities/data.py, _wrap_init_method, version 2.6: what it builds a loader of again."""
+
+    @functools.wraps(init)
+    def wrapper(loader: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(loader, "__pl_saved_args"):
+            object.__setattr__(loader, "__pl_saved_args", args)
+            object.__setattr__(loader, "__pl_saved_kwargs", kwargs)
+        init(loader, *args, **kwargs)
+
+    return wrapper
+
+
 def warned(loader: Any) -> tuple[list[Any], list[str]]:
     """The batches, and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
@@ -93,6 +107,21 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     done = interpreter.run(program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: seeding="sample"') == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, "auto"])
+@pytest.mark.parametrize("classes", [(tud.DataLoader,), (tud.DataLoader, DataLoader)], ids=["late", "early"])
+def test_lightning_keeps_all_arguments(monkeypatch: Any, classes: Any, num_workers: Any) -> None:
+    """Also if our class is first imported in a hook, when it has wrapped the classes that it knew."""
+    for one in classes:
+        monkeypatch.setattr(one, "__init__", noted_as_lightning_does(one.__init__))
+    options: Any = {"num_workers": num_workers, **OTHERS, **CHANNELS_LAST}
+    loader = DataLoader(IMAGES, 4, **options)
+    args, kwargs = (vars(loader)[f"__pl_saved_{name}"] for name in ("args", "kwargs"))
+    again: Any = DataLoader(*args, **kwargs | {"sampler": [1, 2], "shuffle": False})
+    assert {name: getattr(again, name) for name in OTHERS} == OTHERS
+    assert (again.memory_format, again._auto_workers is None) == (torch.channels_last, num_workers != "auto")
+    assert list(again.sampler) == [1, 2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
