@@ -60,7 +60,7 @@ def prepared_as_ray_does(loader: Any) -> Any:
 
 
 def noted_as_lightning_does(init: Any) -> Any:
-    """lightning/fabric/utilities/data.py, _wrap_init_method, version 2.6: what it builds a loader of again."""
+    """lightning/fabric/utilities/data.py, _wrap_init_method, version 2.6: how a loader is rebuilt."""
 
     @functools.wraps(init)
     def wrapper(loader: Any, *args: Any, **kwargs: Any) -> None:
