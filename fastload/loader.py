@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 _LIGHTNING = frozenset(
     f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning")
 )
-# While a hook of Lightning makes a loader, the constructors of the classes imported before note their arguments,
-# and ranks build the loader again from those of the first one: torch's, if this class is new.
+# While a hook of Lightning makes a loader, the constructors of all classes imported before note their
+# arguments, and ranks build the loader again from those of the first one: torch's, if this class is new.
 _LIGHTNINGS_NOTE = "__pl_saved_kwargs"
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,

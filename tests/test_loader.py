@@ -20,7 +20,7 @@ from torch.utils.data import dataloader
 
 import fastload
 from fastload.images.geometry import image_layout
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,8 +133,9 @@ class _Labels(tud.Dataset[int]):
         {"num_workers": 1},
         {"num_workers": 1, "persistent_workers": True},
         {"num_workers": 1, "persistent_workers": True, "device": "cpu", "device_transform": list},
+        {"num_workers": 1, "persistent_workers": True, **torchs_own.FORK},
     ],
-    ids=["none", "one", "persistent", "device"],
+    ids=["none", "one", "persistent", "device", "torch's iterator"],
 )
 def test_our_own_attributes_take_effect_at_the_next_epoch(workers: dict[str, Any]) -> None:
     """Also with persistent workers, which are replaced; an epoch that has begun goes on as it was."""
