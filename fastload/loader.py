@@ -132,8 +132,8 @@ class DataLoader(LoaderSettings):
             batch. A function: called with a `FailedSample` where the sample was read; it returns the sample
             to use, or raises. Needs a map-style dataset. `failed_samples` lists all failures; the log names
             the first ones of each epoch.
-        max_errors: How many samples of an epoch can fail: a number (int) or a share of them (float). The
-            batch with one more raises TooManyFailuresError.
+        max_errors: With `on_error`, how many samples of an epoch can fail: a number (int) or a share of them
+            (float). The batch with one more raises TooManyFailuresError.
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
