@@ -26,6 +26,10 @@ SHOWN = {
         "Time of torch's loader / time of ours with only the import changed, on zero-cost datasets; above 1 "
         "fastload is faster."
     ),
+    "zero_cost_fresh": (
+        "The same without workers, with each run of each loader in a process of its own: torch's loader, run "
+        "before, cannot teach malloc to keep memory."
+    ),
     "training": "Training steps per second of a small model on the same two cores.",
     "accuracy": (
         "The ImageNet recipe with a small network and pieces of photographs: losses and accuracies of three "
@@ -44,10 +48,6 @@ SHOWN = {
     "any_dataset": (
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
         "equal, bit for bit, except those of a CachedDataset."
-    ),
-    "small_images": (
-        "Images from one array, augmented one by one by albumentations, or all at once by a "
-        "`batch_transform`."
     ),
     "many_workers": "A dataset that waits without computing; the consumer's CPU is the limit.",
     "ray_workers": (

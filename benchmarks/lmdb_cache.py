@@ -64,12 +64,12 @@ def decode_rate(folder: Any, count: int) -> float:
 
 
 def build_rate(folder: Any, directory: Path, num_workers: int) -> float:
-    """Photos a second of a whole build; the file is removed again."""
+    """Photos a second of a whole build, which is removed again."""
     path = directory / "built"
     start_s = time.perf_counter()
     build_lmdb(folder, path, num_workers=num_workers, progress=False).close()
     elapsed_s = time.perf_counter() - start_s
-    path.unlink()
+    shutil.rmtree(path)
     return len(folder) / elapsed_s
 
 

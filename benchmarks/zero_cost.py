@@ -450,7 +450,9 @@ def main() -> None:
     parser.add_argument("--alone", nargs=3, help="a row, workers and a loader, in a process of its own")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/zero_cost.json")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/zero_cost.json, or zero_cost_fresh.json"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of torch, about arrays that cannot be written to
     if args.alone is not None:
@@ -483,9 +485,10 @@ def main() -> None:
             "rows": figures,
             "ratios": ratios,
         }
-        fresh = " --fresh" * args.fresh
+        workers = " ".join(map(str, args.workers))
+        how = f" --fresh --workers {workers}" if args.fresh else ""
         name = "zero_cost_fresh" if args.fresh else "zero_cost"
-        save(name, f"python benchmarks/zero_cost.py --runs {args.runs}{fresh} --save", [question])
+        save(name, f"python benchmarks/zero_cost.py --runs {args.runs}{how} --save", [question])
 
 
 def summary(figures: dict[str, dict[str, Any]], workers: list[int]) -> dict[str, dict[str, float]]:

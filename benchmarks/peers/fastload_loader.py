@@ -49,4 +49,5 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
         num_workers=num_workers,
         persistent_workers=True,
         batch_transform=batch_transform,
+        worker_type="thread" if variant == "threads" else "process",
     )

@@ -91,6 +91,7 @@ PEERS = [
     ),
     Peer("fastload, cached", "fastload, cached", "fastload_loader", variant="cached"),
     Peer("fastload, cached, auto", "fastload, cached", "fastload_loader", variant="auto"),
+    Peer("fastload, cached, threads", "fastload, cached", "fastload_loader", variant="threads", tasks=CACHED),
     Peer("FFCV", "FFCV", "ffcv_loader", "ffcv"),
     Peer("DALI, CPU", "DALI", "dali_loader", "dali"),
     Peer("SPDL, threads", "SPDL", "spdl_loader", "shared", "threads"),

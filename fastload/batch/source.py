@@ -98,7 +98,7 @@ class _RangeSource:
         numbers = self._numbers
         if max(abs(numbers.start), abs(numbers.stop), abs(numbers.step)) > _MAX_IN_RANGE:
             return None
-        positions = _positions(indices, len(numbers))
+        positions = positions_of(indices, len(numbers))
         return None if positions is None else torch.from_numpy(positions * numbers.step + numbers.start)
 
 
@@ -112,7 +112,7 @@ class _TensorSource:
 
     def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
         """The batch; None if a tensor is not plain, or torch's threads stack its rows faster."""
-        positions = _positions(indices, len(self._dataset))
+        positions = positions_of(indices, len(self._dataset))
         if positions is None:
             return None
         has_threads = torch.get_num_threads() > 1
@@ -127,20 +127,21 @@ class _TensorSource:
         for tensor in self._dataset.tensors:
             rows = tensor_array(tensor)
             out = allocate((len(positions), *rows.shape[1:]), rows.dtype)
-            np.take(rows, positions, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
+            rows.take(positions, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
             batch.append(tensor_over(out, tensor.dtype))
         return batch
 
 
-def _positions(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | None:
-    """Indices as an array; None if they are not all ints from 0 below the length."""
+def positions_of(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | None:
+    """Indices as an array; None if they are not all ints from 0 below the length, or there are none."""
     try:
         positions = np.asarray(indices)
     except ValueError:  # nested lists of different lengths
         return None
-    if positions.dtype != np.int64 or positions.ndim != 1 or not len(positions):
+    if positions.dtype.kind not in "iu" or positions.ndim != 1 or not len(positions):
         return None
-    if positions.min() < 0 or positions.max() >= length:
+    positions = positions.astype(np.int64, copy=False)
+    if positions.view(np.uint64).max() >= length:  # a negative one is huge there
         return None  # the dataset itself raises the IndexError
     return positions
 

@@ -22,10 +22,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.source import read_ahead, reads_ahead
+from fastload.batch.source import positions_of, read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -570,15 +569,11 @@ class CachedDataset(Dataset[Any]):
             None if there is a transform, a sample is not cached in columns, or the batch needs
             default_collate.
         """
-        if self.transform is not None or not len(indices):
+        if self.transform is not None:
             return None
-        positions = np.asarray(indices)
-        if positions.dtype.kind not in "iu" or positions.ndim != 1:
-            return None
-        if positions.min() < 0 or positions.max() >= self._num_samples:
-            return None
-        batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
-        if batch is not None:
+        positions = positions_of(indices, self._num_samples)
+        batch = None if positions is None else self.cache.gather(positions, allocate)
+        if batch is not None and positions is not None:
             cache_counts.hits += len(positions)
         return batch
 

@@ -192,7 +192,8 @@ class Recorder:
             counts.cache_hits += counters.cache_hits
             Recorder.all_hits += counters.cache_hits
             counts.cache_misses += counters.cache_misses
-            counts.miss_reasons.update(counters.miss_reasons)
+            if counters.miss_reasons:
+                counts.miss_reasons.update(counters.miss_reasons)
             counts.num_copies += counters.num_copies
             counts.num_restarts += counters.num_restarts
 

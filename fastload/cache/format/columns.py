@@ -6,6 +6,7 @@ A batch is one gather per column, in the structure that torch's default_collate 
 
 from __future__ import annotations
 
+import functools
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,6 +122,12 @@ class ColumnReader:
             return self._make([first(row), second(row)])
         return self._make([read(row) for read in readers])
 
+    @functools.cached_property
+    def _makes_batches(self) -> bool:
+        """Whether default_collate makes tensors or lists of such samples."""
+        collates = tensor_functions().collates
+        return not self._spec.has_objects and all(collates(leaf) for leaf, _ in self._columns)
+
     def gather(self, rows: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """A batch of rows, `(len(rows), ...)` each, in the structure of torch's default_collate.
 
@@ -131,16 +138,16 @@ class ColumnReader:
         Returns:
             None if default_collate would not make tensors or lists of such samples.
         """
-        make = tensor_functions()
-        if self._spec.has_objects or not all(make.collates(leaf) for leaf, _ in self._columns):
+        if not self._makes_batches:
             return None
+        make = tensor_functions()
         batch: list[Any] = []
         for (leaf, array), read in zip(self._columns, self._readers, strict=True):
             if leaf.kind in TEXT_KINDS:
                 batch.append([read(row) for row in rows.tolist()])
                 continue
             out = allocate((len(rows), *array.shape[1:]), array.dtype)
-            np.take(array, rows, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
+            array.take(rows, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
             batch.append(make.batch_tensor(leaf, out))
         return build_batch(self._spec.node, iter(batch))
 
