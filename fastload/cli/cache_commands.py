@@ -89,6 +89,7 @@ OnError = Annotated[
         "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
     ),
 ]
+_MAX_ERRORS = "0.01"
 MaxErrors = Annotated[
     Any,  # int | float | None
     typer.Option(
@@ -96,7 +97,7 @@ MaxErrors = Annotated[
         metavar="NUMBER",
         show_default=False,
         help="With --on-error skip: how many samples of the whole cache can be left out, as a number or "
-        "a share; 0.01 by default.",
+        f"a share; {_MAX_ERRORS} by default.",
     ),
 ]
 
@@ -150,7 +151,7 @@ def build(
         ),
     ] = None,
     on_error: OnError = "raise",
-    max_errors: MaxErrors = "0.01",
+    max_errors: MaxErrors = _MAX_ERRORS,
     strict: Strict = False,
     wait: Annotated[
         bool,
@@ -184,6 +185,8 @@ def build(
             raise CommandError(
                 f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
             )
+    if on_error == "raise" and max_errors != float(_MAX_ERRORS):
+        raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
         given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
         for option, value in given.items():
