@@ -32,6 +32,7 @@ from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
+from fastload.system.notes import add_note
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 _LIGHTNING = frozenset(
     f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning")
 )
+# While a hook of Lightning makes a loader, the constructors of all classes imported before note their
+# arguments, and ranks build the loader again from those of the first one: torch's, if this class is new.
+_LIGHTNINGS_NOTE = "__pl_saved_kwargs"
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
     mp_context.ForkContext,
@@ -128,8 +132,8 @@ class DataLoader(LoaderSettings):
             batch. A function: called with a `FailedSample` where the sample was read; it returns the sample
             to use, or raises. Needs a map-style dataset. `failed_samples` lists all failures; the log names
             the first ones of each epoch.
-        max_errors: How many samples of an epoch can fail: a number (int) or a share of them (float). The
-            batch with one more raises TooManyFailuresError.
+        max_errors: With `on_error`, how many samples of an epoch can fail: a number (int) or a share of them
+            (float). The batch with one more raises TooManyFailuresError.
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
@@ -195,7 +199,10 @@ class DataLoader(LoaderSettings):
             del arguments[name]
         # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere.
         vars(self)["worker_type"] = worker_type
+        has_note = _LIGHTNINGS_NOTE in vars(self)
         super().__init__(**{**arguments, "num_workers": 1 if num_workers == "auto" else num_workers})
+        if not has_note and _LIGHTNINGS_NOTE in vars(self):
+            vars(self)[_LIGHTNINGS_NOTE] |= {"num_workers": num_workers, **vars(options)}
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
         rank_consistency.note(self)  # before any process is forked
@@ -212,7 +219,7 @@ class DataLoader(LoaderSettings):
             workers: Any = self._iterator
             workers.close()
             self._iterator = None
-        self.num_workers = number
+        super().__setattr__("num_workers", number)
         if number == 0:
             self.prefetch_factor = None
         elif self.prefetch_factor is None:
@@ -224,6 +231,38 @@ class DataLoader(LoaderSettings):
         if self._auto_workers is None and needs_cpus:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        settings = vars(self)
+        if name in OPTION_NAMES and settings.keys() >= set(OPTION_NAMES):  # else a constructor is at work
+            old = {option: settings[option] for option in OPTION_NAMES}
+            try:
+                Options(**{**old, name: value}).check_with(self, is_auto=self._auto_workers is not None)
+            except (TypeError, ValueError) as error:
+                add_note(
+                    error,
+                    f"raised when {type(self).__name__}.{name} was set, which is an argument of "
+                    "fastload.DataLoader: give an attribute of your own a different name",
+                )
+                raise
+            if (type(value), value) != (type(old[name]), old[name]):
+                self._use_new(name)
+        elif name == "num_workers":
+            if isinstance(value, str):
+                raise ValueError(
+                    f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
+                )
+            self._auto_workers = None  # the user's number; "auto" sets its own past this line
+        super().__setattr__(name, value)
+
+    def _use_new(self, name: str) -> None:
+        """Let the next `iter(loader)` begin with the new value of an option."""
+        state = state_of(self)
+        state.has_new_settings = True
+        state.buffers = None  # their limit can be new
+        if name == "cache" and state.file_cache is not None:
+            state.file_cache.close()
+            state.file_cache = None
 
     @property
     def failed_samples(self) -> list[FailedSample]:
@@ -296,9 +335,13 @@ class DataLoader(LoaderSettings):
         workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
-        elif isinstance(workers, WorkerIterator) and workers.was_interrupted:
-            persistent.close()  # a notebook's user who stops a cell runs it again
+        elif isinstance(persistent, EpochIterator) and (
+            # A notebook's user who stops a cell runs it again.
+            state.has_new_settings or (isinstance(workers, WorkerIterator) and workers.was_interrupted)
+        ):
+            persistent.close()
             self._iterator = None
+        state.has_new_settings = False
         if self._auto_workers is not None:
             self._set_num_workers(self._chosen_number(self._auto_workers))
         warn_of_few_hits(self)

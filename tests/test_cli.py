@@ -200,6 +200,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),
     ("cache build ZOO made --quality 90", 2, "--quality is for jpeg and webp"),
+    ("cache build ZOO made --max-errors 9", 2, "--max-errors is for --on-error skip: add it, or omit"),
     ("cache build ZOO made --codec jpg", 2, "raw, jpeg, .* or source, but got 'jpg': did you mean jpeg[?]$"),
     ("cache build ZOO made --codec jpeg --quality 200", 2, "a whole number from 1 to 100, but got '200'$"),
     ("cache build ZOO made --shards 0", 2, "--shards should be a whole number from 1 on, but got '0'$"),

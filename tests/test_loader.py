@@ -10,7 +10,7 @@ import itertools
 import os
 import pickle
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,10 @@ from torch.utils.data import dataloader
 
 import fastload
 from fastload.images.geometry import image_layout
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXTRAS = {
     *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
@@ -111,6 +114,141 @@ def test_attributes_are_read_again_at_the_next_epoch() -> None:
     for wrong in ("many", -1):
         with pytest.raises(ValueError, match=f"^max_prefetch_memory={wrong!r} is not an amount of memory: "):
             fastload.DataLoader(IMAGES, max_prefetch_memory=wrong)
+
+
+class _Labels(tud.Dataset[int]):
+    """Numbers, and what their worker's process is."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return index, os.getpid()
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {},
+        {"num_workers": 1},
+        {"num_workers": 1, "persistent_workers": True},
+        {"num_workers": 1, "persistent_workers": True, "device": "cpu", "device_transform": list},
+        {"num_workers": 1, "persistent_workers": True, **torchs_own.FORK},
+    ],
+    ids=["none", "one", "persistent", "device", "torch's iterator"],
+)
+def test_our_own_attributes_take_effect_at_the_next_epoch(workers: dict[str, Any]) -> None:
+    """Also with persistent workers, which are replaced; an epoch that has begun goes on as it was."""
+    loader = fastload.DataLoader(IMAGES, 4, **workers)
+    iterator = iter(loader)
+    next(iterator)
+    loader.batch_transform = lambda batch: [len(batch[1])]
+    assert len(list(iterator)) == 2
+    assert list(loader) == [[4], [4], [4]]
+    loader.batch_transform = None
+    loader.memory_format = torch.channels_last
+    assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 8, 8)] * 3
+    loader.close()
+
+
+def test_persistent_workers_stay_when_nothing_was_changed() -> None:
+    """Setting what is set already keeps them."""
+    loader = fastload.DataLoader(_Labels(), 12, num_workers=1, persistent_workers=True)
+    ((_, first),) = loader
+    loader.seeding, loader.device, loader.cache = "worker", None, None
+    ((_, second),) = loader
+    loader.on_error = "replace"
+    ((_, third),) = loader
+    assert first[0] == second[0] != third[0]
+    loader.close()
+
+
+def test_another_cache_is_opened_at_the_next_epoch(tmp_path: Path) -> None:
+    """`explain()` names the one that is set; the epoch that has begun still reads with the old one."""
+    loader = fastload.DataLoader(IMAGES, 4, cache="ram")
+    iterator = iter(loader)
+    next(iterator)
+    for cache, text in ((f"lmdb:{tmp_path / 'files'}", f"at {tmp_path / 'files'}"), (None, "cache: none")):
+        loader.cache = cache
+        assert text in loader.explain()
+        assert len(list(loader)) == 3
+    assert len(list(iterator)) == 2
+    loader.close()
+
+
+WRONG: dict[str, Any] = {
+    "seeding": "all",
+    "worker_type": "fiber",
+    "device": "gpu",
+    "cache": {},
+    "on_error": "skip",
+    "max_errors": 5,
+    "max_worker_restarts": -1,
+    "memory_format": 3,
+    "max_prefetch_memory": "much",
+    "batch_transform": 3,
+    "device_transform": len,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_attribute_of_ours_is_checked_when_it_is_set(name: str) -> None:
+    """By the rules of the constructor; the loader keeps what it had."""
+    loader = fastload.DataLoader(IMAGES, 4)
+    before = getattr(loader, name)
+    with pytest.raises(ValueError, match=name):
+        fastload.DataLoader(IMAGES, 4, **{name: WRONG[name]})
+    with pytest.raises(ValueError, match=name) as caught:
+        setattr(loader, name, WRONG[name])
+    assert f"raised when DataLoader.{name} was set" in caught.value.__notes__[-1]
+    assert getattr(loader, name) is before
+    assert len(list(loader)) == 3
+
+
+def test_max_errors_needs_on_error() -> None:
+    """It would have no effect, in the constructor and afterwards, in either order."""
+    with pytest.raises(ValueError, match=r"max_errors=3 needs on_error="):
+        fastload.DataLoader(IMAGES, max_errors=3)
+    loader = fastload.DataLoader(IMAGES, 4, on_error="replace", max_errors=3)
+    with pytest.raises(ValueError, match=r"max_errors=3 needs on_error="):
+        loader.on_error = "raise"
+    loader.max_errors = 0.01
+    loader.on_error = "raise"
+
+
+def test_a_subclass_may_set_its_own_attribute_before_the_constructor() -> None:
+    """Names of ours are checked only once the constructor has set them."""
+
+    class Own(fastload.DataLoader[Any]):
+        def __init__(self, dataset: Any) -> None:
+            self.device = 3.5
+            super().__init__(dataset, 4)
+
+    loader = Own(IMAGES)
+    assert loader.device is None
+    assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}], ids=str)
+def test_torchs_attributes_that_workers_need_are_checked(workers: dict[str, Any]) -> None:
+    """A number of workers below 0 raises, as in torch; a timeout below 0 is none, as in torch."""
+    loader = fastload.DataLoader(IMAGES, 4, **workers)
+    loader.num_workers = -1
+    with pytest.raises(AssertionError, match="num_workers must be greater than 0"):
+        iter(loader)
+    loader.num_workers, loader.timeout = 1, -1
+    assert len(list(loader)) == 3
+
+
+def test_a_number_of_workers_ends_auto() -> None:
+    """The user's number is used from the next epoch on, and stays."""
+    loader = fastload.DataLoader(IMAGES, 4, num_workers="auto")
+    list(loader)
+    with pytest.raises(ValueError, match='the constructor takes "auto"'):
+        loader.num_workers = "auto"  # type: ignore[assignment]
+    loader.num_workers = 3
+    for _ in range(2):
+        assert (len(list(loader)), loader.num_workers) == (3, 3)
 
 
 class _WithoutLength:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import inspect
 import pickle
 import warnings
@@ -58,6 +60,19 @@ def prepared_as_ray_does(loader: Any) -> Any:
     return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
 
 
+def noted_as_lightning_does(init: Any) -> Any:
+    """lightning/fabric/utilities/data.py, _wrap_init_method, version 2.6: how a loader is rebuilt."""
+
+    @functools.wraps(init)
+    def wrapper(loader: Any, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(loader, "__pl_saved_args"):
+            object.__setattr__(loader, "__pl_saved_args", args)
+            object.__setattr__(loader, "__pl_saved_kwargs", kwargs)
+        init(loader, *args, **kwargs)
+
+    return wrapper
+
+
 def warned(loader: Any) -> tuple[list[Any], list[str]]:
     """The batches, and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
@@ -93,6 +108,38 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     done = interpreter.run(program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: seeding="sample"') == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, "auto"])
+@pytest.mark.parametrize("classes", [(tud.DataLoader,), (tud.DataLoader, DataLoader)], ids=["late", "early"])
+def test_lightning_keeps_all_arguments(monkeypatch: Any, classes: Any, num_workers: Any) -> None:
+    """Also if our class is first imported in a hook, when it has wrapped the classes that it knew."""
+    for one in classes:
+        monkeypatch.setattr(one, "__init__", noted_as_lightning_does(one.__init__))
+    options: Any = {"num_workers": num_workers, **OTHERS, **CHANNELS_LAST}
+    loader = DataLoader(IMAGES, 4, **options)
+    args, kwargs = (vars(loader)[f"__pl_saved_{name}"] for name in ("args", "kwargs"))
+    again: Any = DataLoader(*args, **kwargs | {"sampler": [1, 2], "shuffle": False})
+    assert {name: getattr(again, name) for name in OTHERS} == OTHERS
+    assert (again.memory_format, again._auto_workers is None) == (torch.channels_last, num_workers != "auto")
+    assert list(again.sampler) == [1, 2]
+
+
+@pytest.mark.thorough  # it imports Lightning
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+def test_lightning_itself_keeps_all_arguments(interpreter: Interpreter) -> None:
+    """Of a class that is first imported in its hook, when it adds a sampler for the ranks."""
+    done = interpreter.run(
+        "import fastload, sys\n"
+        "from torch.utils.data import DataLoader, DistributedSampler\n"
+        "from lightning.fabric.utilities import data\n"
+        "assert 'fastload.loader' not in sys.modules\n"
+        "with data._replace_dunder_methods(DataLoader, 'dataset'):\n"
+        "    loader = fastload.DataLoader(range(8), 2, seeding='sample', device='cpu')\n"
+        "again = data._update_dataloader(loader, DistributedSampler(range(8), 2, 0))\n"
+        "print(type(again.sampler).__name__, again.batch_size, again.seeding, again.device)\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "DistributedSampler 2 sample cpu\n"), done.stderr
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -132,9 +179,9 @@ def test_it_follows_from_the_arguments_as_they_are_now() -> None:
     assert DataLoader(IMAGES, None).collate_fn is tud.DataLoader(IMAGES, None).collate_fn
     loader = DataLoader(IMAGES, 4, collate_fn=_collate)
     assert loader.collate_fn is _collate
-    loader.device_transform = _first
-    assert "device_transform" in warned(prepared_as_accelerate_does(loader))[1][0]
-    loader.device_transform = None
+    loader.batch_transform = _first
+    assert "batch_transform" in warned(prepared_as_accelerate_does(loader))[1][0]
+    loader.batch_transform = None
     assert loader.collate_fn is _collate
 
 

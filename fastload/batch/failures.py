@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MAX_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
+_DEFAULT_MAX_ERRORS = 0.01  # of all functions with this argument
 _MAX_LOGGED = 10  # log lines of an epoch; the report has all failed samples
 
 
@@ -165,17 +166,27 @@ class Replacer:
         return [indices[position] for position in positions]
 
 
-def check_max_errors(max_errors: Any) -> None:
+def check_max_errors(max_errors: Any, on_error: Any, needs: str) -> None:
     """Check the user's `max_errors`.
 
+    Args:
+        max_errors: The argument.
+        on_error: The argument beside it.
+        needs: The values of `on_error` with which `max_errors` has an effect.
+
     Raises:
-        ValueError: It is neither a number of samples nor a share of them.
+        ValueError: It is neither a number of samples nor a share of them, or has no effect.
     """
     is_share = isinstance(max_errors, float) and 0 < max_errors <= 1
     if not is_share and (type(max_errors) is not int or max_errors < 0):
         raise ValueError(
             "max_errors should be an int of at least 0 (a number of samples), or a float above 0 and up to "
             f"1 (a share of the epoch's samples), but got {max_errors!r}"
+        )
+    if on_error == "raise" and max_errors != _DEFAULT_MAX_ERRORS:
+        raise ValueError(
+            f"max_errors={max_errors!r} needs on_error={needs}: without it, the first sample that cannot be "
+            "read raises its error"
         )
 
 

@@ -62,6 +62,8 @@ _NOT_FORWARDED = frozenset(
 )
 
 
+# The attributes that decide which samples are stored.
+_DECIDED = frozenset({"cache", "cache_key", "dataset", "pre_transform"})
 _DESCRIBED = "fastload.cache"  # in the state of a pickle that outlives this process
 # The attributes that such a state describes in its own way, and those that are made again from the rest.
 _MADE_AGAIN = frozenset(
@@ -151,7 +153,7 @@ class CachedDataset(Dataset[Any]):
         pre_transform: As given.
         cache_key: As given.
         cache: The cache in use; `cache.explain()` says why.
-        decode: As given.
+        decode: As given; can be set.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
@@ -369,6 +371,14 @@ class CachedDataset(Dataset[Any]):
         if self._files is not None:  # samplers ask once an epoch, in the process that owns a loader of torch
             self._files.poll()
         return self._num_samples
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _DECIDED and "_has_warned" in vars(self):  # the last attribute that the constructor sets
+            raise ValueError(
+                f"{name} should not be set after {type(self).__name__} is initialized, because it decides "
+                "which samples are stored: make a new one (transform can be set)"
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a

@@ -90,6 +90,7 @@ OnError = Annotated[
         "--by file, to the log.",
     ),
 ]
+_MAX_ERRORS = "0.01"
 MaxErrors = Annotated[
     Any,  # int | float | None
     typer.Option(
@@ -97,7 +98,7 @@ MaxErrors = Annotated[
         metavar="NUMBER",
         show_default=False,
         help="With --on-error skip: how many samples of the whole cache can be left out, as a number or "
-        "a share; 0.01 by default.",
+        f"a share; {_MAX_ERRORS} by default.",
     ),
 ]
 
@@ -151,7 +152,7 @@ def build(
         ),
     ] = None,
     on_error: OnError = "raise",
-    max_errors: MaxErrors = "0.01",
+    max_errors: MaxErrors = _MAX_ERRORS,
     strict: Strict = False,
     wait: Annotated[
         bool,
@@ -185,6 +186,8 @@ def build(
             raise CommandError(
                 f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
             )
+    if on_error == "raise" and max_errors != float(_MAX_ERRORS):
+        raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
         given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
         for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():

@@ -35,15 +35,11 @@ class PinThread:
     Args:
         receive: Called with an argument of `expect`; blocks; returns that batch, or raises its error.
         pin: Pins what `receive` returned.
-        device_index: The accelerator that was current when the iterator was made.
     """
 
-    def __init__(
-        self, receive: Callable[[Any], Any], pin: Callable[[Any], None], device_index: int | None
-    ) -> None:
+    def __init__(self, receive: Callable[[Any], Any], pin: Callable[[Any], None]) -> None:
         self._receive = receive
         self._pin = pin
-        self._device_index = device_index
         self._expected: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._wakes = Wakeup()
@@ -85,8 +81,6 @@ class PinThread:
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # for this thread; a copy on all cores would starve the workers
-        if self._device_index is not None:
-            torch.accelerator.set_device_index(self._device_index)
         while (source := self._expected.get()) is not None:
             batch, error = None, None
             try:

@@ -36,6 +36,7 @@ class LoaderState:
         default_factory=weakref.WeakKeyDictionary
     )
     has_searched_generators: bool = False  # for a warning about generators that cannot be seeded
+    has_new_settings: bool = False  # since the last iter(loader)
 
     # resume.py
     cursor: EpochCursor | None = None  # of the epoch that an iterator began last

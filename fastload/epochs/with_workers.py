@@ -64,8 +64,11 @@ class WorkerIterator(HostIterator):
         self._cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
         super().__init__(loader)
         self._base_seed = self._cursor.choose_base_seed(int(self._base_seed))
-        self._prefetch_factor: int = loader.prefetch_factor or 0
-        if self._prefetch_factor <= 0:  # as torch's _MultiProcessingDataLoaderIter.__init__
+        if self._num_workers <= 0:  # as torch's _MultiProcessingDataLoaderIter.__init__, and the next one
+            raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
+        # As in torch's constructor: num_workers can have been set after it.
+        self._prefetch_factor: int = 2 if loader.prefetch_factor is None else loader.prefetch_factor
+        if self._prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
@@ -82,7 +85,7 @@ class WorkerIterator(HostIterator):
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
                 pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
-                pin = _pinning(self._pin_memory_device)
+                pin = _pinning(self._pin_memory_device, _accelerator_index())
         self._in_order = loader.in_order
         settings = PoolSettings(
             count=recorder_of(loader).add,
@@ -274,7 +277,7 @@ class WorkerIterator(HostIterator):
         return self._put_index()
 
     def _deadline(self) -> float | None:
-        return time.monotonic() + self._timeout if self._timeout else None
+        return time.monotonic() + self._timeout if self._timeout > 0 else None
 
     def _wait(self, worker: int | None, deadline: float | None) -> None:
         try:
@@ -380,9 +383,8 @@ def _close(pool: WorkerPool, pin_thread: PinThread | None) -> None:
         pin_thread.close()
 
 
-def _pinning(device: str | None) -> Callable[[Any], Any]:
-    """A function that pins batches, in any thread, for this thread's current accelerator."""
-    index = _accelerator_index()
+def _pinning(device: str | None, index: int | None) -> Callable[[Any], Any]:
+    """A function that pins batches, in any thread, for the accelerator with this index."""
 
     def pin(batch: Any) -> Any:
         if index is not None:
@@ -398,6 +400,7 @@ def _accelerator_index() -> int | None:
 
 def _make_pin_thread(pool: WorkerPool, device: str | None) -> PinThread:
     index = _accelerator_index()
+    pin_one = _pinning(device, index)
 
     def receive(source: tuple[int | None]) -> PendingBatch:
         (worker,) = source
@@ -409,11 +412,11 @@ def _make_pin_thread(pool: WorkerPool, device: str | None) -> PinThread:
         reply = pending.reply
         if reply is not None and reply.kind is ReplyKind.BATCH:
             try:
-                reply.payload = pin_batch(reply.payload, device)
+                reply.payload = pin_one(reply.payload)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
                 reply.kind, reply.payload = ReplyKind.ERROR, pin_error(index)
 
-    return PinThread(receive, pin, index)
+    return PinThread(receive, pin)
 
 
 def _is_finished_generator(indices: Any) -> bool:

@@ -95,7 +95,7 @@ class Options:
                 check(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
-        check_max_errors(self.max_errors)
+        check_max_errors(self.max_errors, self.on_error, '"replace" or a function')
         check_cache(self.cache)
         if self.max_prefetch_memory != "auto":
             budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")

@@ -99,6 +99,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
     for name, value in (*wrong, *(("quality", value) for value in (0, 101, True, 9.5))):
         with pytest.raises(ValueError, match=rf"^{name} (option )?should be "):
             build_lmdb(Images(3), tmp_path / "cache", **{name: value})
+    with pytest.raises(ValueError, match=r'^max_errors=9 needs on_error="skip": '):
+        build_lmdb(Images(3), tmp_path / "cache", max_errors=9)
     assert os.listdir(tmp_path) == []
 
 

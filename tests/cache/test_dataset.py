@@ -240,6 +240,19 @@ def test_attributes_of_the_dataset_inside() -> None:
         assert not hasattr(inner, name)
 
 
+@pytest.mark.parametrize("name", ["dataset", "pre_transform", "cache_key", "cache"])
+def test_what_decides_on_the_stored_samples_cannot_be_set_later(name: str) -> None:
+    """It would have no effect on them; a copy, also an unpickled one, refuses it, too."""
+    ds = CachedDataset(Images(3), pre_transform=list, cache_key="x")
+    for each in (ds, copy.copy(ds), pickle.loads(pickle.dumps(ds))):
+        before = getattr(each, name)
+        with pytest.raises(ValueError, match=f"^{name} should not be set after CachedDataset is initialized"):
+            setattr(each, name, None)
+        assert getattr(each, name) is before
+        each.transform = tuple
+        assert type(each[0]) is tuple
+
+
 def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
     """A second cache holds samples after pre_transform, which the source's fingerprint does not cover."""
     inner = CachedDataset(

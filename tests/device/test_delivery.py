@@ -275,6 +275,22 @@ def test_batches_come_pinned_in_order_from_a_thread(pinned_in: list[str], persis
     assert set(pinned_in) == {"fastload-pin"}
 
 
+def test_an_accelerator_that_refuses_the_thread_is_an_error(
+    pinned_in: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The consumer gets the error at the first batch, and does not wait forever."""
+
+    def refuse(index: int) -> None:
+        raise RuntimeError(f"CUDA error: out of memory on {index}")
+
+    monkeypatch.setattr(with_workers, "_accelerator_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
+    with DataLoader(IMAGES, 4, num_workers=1, timeout=60) as loader:
+        iterator = iter(loader)
+        with pytest.raises(RuntimeError, match=r"(?s)in pin memory thread for device 0.*out of memory on 0"):
+            next(iterator)
+
+
 @quietly
 @pytest.mark.parametrize(
     ("options", "thread"),

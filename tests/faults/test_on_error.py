@@ -197,7 +197,7 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
 
 
 STREAM, TORCHS = datasets.Stream(), {"num_workers": 1, **torchs_own.FORK}
-RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
+RESTARTS: dict[str, Any] = {"on_error": "raise", "max_errors": 0.01, "max_worker_restarts": 1}
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,7 @@ RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
         *(({"on_error": value}, "on_error should be") for value in ("many", 5)),
         ({"on_error": "skip"}, r'on_error="skip" .* write on_error="replace", which reads'),
         *(({"max_errors": value}, "max_errors should be") for value in (-1, 1.5, True, "many")),
+        ({"on_error": "raise"}, r'max_errors=8 needs on_error="replace" or a function'),
         *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
         ({"dataset": STREAM}, "needs a map-style dataset"),
         ({"dataset": STREAM} | RESTARTS, "needs a map-style dataset"),

@@ -86,11 +86,11 @@ def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> N
     """Those of the last patch_torch() are added; unpatch_torch() forgets them. The loaders are counted."""
     before = state.num_replaced
     fastload.patch_torch(seeding="sample")
-    fastload.patch_torch(max_errors=3)
+    fastload.patch_torch(max_worker_restarts=3)
     loader: Any = tud.DataLoader(IMAGES)
     other: Any = tud.DataLoader(IMAGES, seeding="worker")  # type: ignore[call-arg]
-    assert (loader.seeding, loader.max_errors) == ("sample", 3)
-    assert (other.seeding, other.max_errors) == ("worker", 3)
+    assert (loader.seeding, loader.max_worker_restarts) == ("sample", 3)
+    assert (other.seeding, other.max_worker_restarts) == ("worker", 3)
     assert fastload.DataLoader(IMAGES).seeding == "worker"
     with pytest.raises(ValueError, match="sample") as caught:  # the error says where the argument comes from
         tud.DataLoader(datasets.Stream())

@@ -340,7 +340,7 @@ def test_a_prepared_loader_can_be_pickled_and_skipped_in(hf: Any) -> None:
 def test_loaders_that_cannot_be_prepared(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before Accelerate keeps them: torch's own, two devices, a state that does not fit, any for a TPU."""
     accelerator, loader = Accelerator(), DataLoader(IMAGES, 4)
-    for loader.device in ("meta", 1):  # type: ignore[assignment]
+    for loader.device in ("mps", 1):  # type: ignore[assignment]
         with pytest.raises(ValueError, match="framework moves batches to cpu"):
             hf.prepare(accelerator, loader)
     loader.device = "cuda:1"  # which counts without Accelerate's device placement

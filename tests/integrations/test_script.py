@@ -368,9 +368,9 @@ def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path,
         "import subprocess, sys\n"
         "from torch.utils.data import DataLoader\n"
         "import fastload\n"
-        "fastload.patch_torch(max_errors=2)\n"
+        "fastload.patch_torch(max_worker_restarts=2)\n"
         "loader = DataLoader([0])\n"
-        "print(loader.seeding, loader.max_errors, flush=True)\n"
+        "print(loader.seeding, loader.max_worker_restarts, flush=True)\n"
         "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).seeding)'\n"
         "subprocess.run([sys.executable, '-c', code])\n"
     )

@@ -134,7 +134,7 @@ class Build:
         if self.on_error == "replace":  # the word of DataLoader
             raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
         check_arguments(vars(self), _CHECKS)
-        check_max_errors(self.max_errors)
+        check_max_errors(self.max_errors, self.on_error, '"skip"')
         self.probed = dict(self.probed)
         self.kept = f"Finished shards are kept at {self.kept or self.path + PARTIAL_SUFFIX}"
         self._is_skipping = self.on_error == "skip"

@@ -78,7 +78,7 @@ def fill(
         max_errors: How many samples `"skip"` can leave out, as a number or a share.
     """
     check_arguments({"on_error": on_error}, {"on_error": one_of("raise", "skip")})
-    check_max_errors(max_errors)
+    check_max_errors(max_errors, on_error, '"skip"')
     missing, num_samples = cache.missing().tolist(), cache.num_samples
     if not missing:
         why = "is full already" if cache.num_cached == num_samples else "takes no more samples"

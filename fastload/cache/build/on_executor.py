@@ -51,7 +51,7 @@ class Task:
     Attributes:
         open_dataset: Makes the dataset, on the machine of the task.
         path: The absolute path of the cache.
-        settings: The codec, the quality and `on_error`, as in `Build`.
+        settings: The codec, the quality, `on_error` and `max_errors`, as in `Build`.
     """
 
     open_dataset: Callable[[], Any]
@@ -85,7 +85,6 @@ class Task:
             fingerprint=fingerprint,
             num_workers=0,
             progress=False,
-            max_errors=1.0,  # the driver counts over all shards
             **self.settings,
         )
         files.check(build.plan(files.plan))
@@ -134,7 +133,13 @@ def build_on(
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))
     build = Build(source, path, shards, fingerprint=fingerprint, **options)
-    settings = {"codec": build.codec, "quality": build.quality, "on_error": build.on_error}
+    settings: dict[str, Any] = {
+        "codec": build.codec,
+        "quality": build.quality,
+        "on_error": build.on_error,
+    }
+    if build.on_error == "skip":
+        settings["max_errors"] = 1.0  # this process counts over all shards
     return build.cache(lambda files: _run(executor, Task(open_dataset, path, settings), files, build))
 
 
