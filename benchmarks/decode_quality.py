@@ -10,7 +10,7 @@ directions (2 times without a decoder of regions); other crops are equal to thos
 counted apart.
 
 The training has ten classes, one for each of ten photographs of scikit-image and scikit-learn. A sample is a
-grey piece of 500 x 375 pixels, turned by a multiple of 90 degrees, with changed contrast and with grain. The
+gray piece of 500 x 375 pixels, turned by a multiple of 90 degrees, with changed contrast and with grain. The
 network learns from crops of 32 pixels, which `decode="fast"` nearly always reduces by 4 or 8. Both ways get
 the same seeds, and thus the same boxes, order and first weights.
 
@@ -96,7 +96,7 @@ def fidelity(size: Any, side: int, num_files: int, num_crops: int) -> dict[str, 
 
 
 def make_pieces(folder: Path, count: int, seed: int) -> None:
-    """Grey pieces of ten photographs, a folder for each."""
+    """Gray pieces of ten photographs, a folder for each."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         source = SOURCES[number % NUM_CLASSES]

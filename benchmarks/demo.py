@@ -11,12 +11,12 @@ Five contenders run six epochs over the same pictures:
 * fastload.DataLoader over fastload.CachedDataset: each sample is read once, in the first epoch.
 
 Each has a process of its own, so none inherits another's memory or warm-up, and workers that persist. The
-contenders take turns: each runs its first epoch, then each its second one, and so on. A ratio compares epochs
-of the same turn, so a machine that is busy for a while slows both sides. An epoch lasts from ``iter(loader)``
-to its last batch, and the first one includes the start of the workers. The steady epochs are all others. A
-figure is a median; the lines on the chart's bars span the lowest and the highest. The files come from the
-page cache: the demo waits for no disk. Nothing is trained, so the figures are what a loader can deliver; a
-model that takes its batches more slowly hides the difference.
+contenders take turns: each runs its first epoch, then each its second one, and so on, so a machine that is
+busy for a while slows all of them. An epoch lasts from ``iter(loader)`` to its last batch, and the first one
+includes the start of the workers. The steady epochs are all others. A figure is a median, and a ratio that of
+two medians; the lines on the chart's bars span the lowest and the highest. The files come from the page
+cache: the demo waits for no disk. Nothing is trained, so the figures are what a loader can deliver; a model
+that takes its batches more slowly hides the difference.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 BATCH_SIZE = 64
 CROP = (224, 224)
 SOURCE_NOTE = (
-    "Pictures: crops of the photographs shipped in scikit-image and scikit-learn, re-encoded as JPEGs."
+    "Images: crops of the photographs shipped with scikit-image and scikit-learn, re-encoded as JPEGs."
 )
 
 GRAY = "#7d8590"
@@ -116,8 +116,8 @@ FIGURES: dict[str, Callable[[Result], list[float]]] = {
 
 
 def times_as_fast(base_s: Sequence[float], own_s: Sequence[float]) -> float:
-    """The median ratio of epochs, or of rounds, of the same turn."""
-    return statistics.median(a / b for a, b in zip(base_s, own_s, strict=True))
+    """The ratio of the medians of epochs, or of rounds."""
+    return statistics.median(base_s) / statistics.median(own_s)
 
 
 class CroppedPhotos(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
@@ -334,7 +334,7 @@ def machine_note(setting: Setting) -> str:
     cores = len(os.sched_getaffinity(0))
     gpu = f"{torch.cuda.get_device_name()}, not used here" if torch.cuda.is_available() else "no GPU"
     workers = f"{setting.workers} workers by {setting.start_method}"
-    return f"{cores} cores ({cpu_model()}), {workers}, {gpu}: batches stay on the host; {load_note()}."
+    return f"{cores} cores ({cpu_model()}), {workers}, {gpu}: batches stay in CPU memory; {load_note()}."
 
 
 def new_figure(salt: str, *rows_and_columns: int) -> tuple[Any, Any]:
@@ -353,8 +353,8 @@ def write_figure(figure: Any, path: Path) -> None:
 def draw_chart(results: list[Result], path: Path, machine: str) -> None:
     """Two bars for each contender, images a second in the first and in steady epochs, with their spread."""
     figure, axes = new_figure("demo")
-    colours = ("#9aa5b1", "#2f6fb3")
-    for position, (name, colour) in enumerate(zip(("first epoch", "steady epochs"), colours, strict=True)):
+    colors = ("#9aa5b1", "#2f6fb3")
+    for position, (name, color) in enumerate(zip(("first epoch", "steady epochs"), colors, strict=True)):
         left = [number + 0.4 * (position - 0.5) for number in range(len(results))]
         seconds = [FIGURES[name](result) for result in results]
         rates = [[result.images / s for s in some] for result, some in zip(results, seconds, strict=True)]
@@ -362,7 +362,7 @@ def draw_chart(results: list[Result], path: Path, machine: str) -> None:
         below = [height - min(some) for height, some in zip(heights, rates, strict=True)]
         above = [max(some) - height for height, some in zip(heights, rates, strict=True)]
         bars = axes.bar(
-            left, heights, 0.38, label=name, color=colour, yerr=(below, above), ecolor=GRAY, capsize=3
+            left, heights, 0.38, label=name, color=color, yerr=(below, above), ecolor=GRAY, capsize=3
         )
         times = [times_as_fast(seconds[0], some) for some in seconds]
         texts = [f"{height:,.0f}\n{ratio:.1f}x" for height, ratio in zip(heights, times, strict=True)]

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 SHOWN = {
     "demo": (
         "Seconds per epoch of loaders that take turns; nothing is trained, and the first epoch fills the "
-        "cache. Ratios compare epochs of the same turn."
+        "cache. Ratios are those of medians."
     ),
     "throughput": "Ratios of medians of interleaved runs, each side with its best number of workers up to 2.",
     "zero_cost": (
@@ -42,8 +42,8 @@ SHOWN = {
     ),
     "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
     "efficiency": (
-        "Torch's loader and fastload's on more and more cores, with as many workers; efficiency is the rate "
-        "divided by as many times the rate of one core, and copies are of as many threads."
+        "torch's loader and fastload's on n cores with n workers. Efficiency is the rate divided by n times "
+        'the rate of one core; "copy" is n threads that only copy memory.'
     ),
     "any_dataset": (
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
@@ -107,7 +107,10 @@ comes from the file of that name under `results/`; `python benchmarks/figures.py
 the code may have changed since.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
-machines have busy neighbours: compare ratios, and run the command on your own machine.
+machines have busy neighbors: compare ratios, and run the command on your own machine.
+
+In the labels, "import only" is fastload's loader over the same dataset, "cached" its loader over a `CachedDataset` in
+RAM, "bulk" torch's loader over a dataset that returns a whole batch at a time, and "/" divides two medians.
 """  # noqa: E501  # lines as in the other Markdown files
 
 
@@ -210,7 +213,7 @@ def headline() -> str:
         ),
     }
     lines = [
-        "| you change | later epochs, times torch's rate | the first epoch | price |",
+        "| you change | speed-up over torch, later epochs | first epoch | price |",
         "|---|---:|---:|---|",
     ]
     for label, (change, price) in changes.items():
@@ -229,12 +232,11 @@ def headline() -> str:
     return (
         "\n".join(lines) + "\n\n"
         f"Albumentations' `RandomResizedCrop` and a flip of small JPEGs; {cores} cores ({cpu}), no GPU, no "
-        "model; the loaders read by turns, and a figure is the ratio of their median epochs, in the worst "
-        f"and in the best of {rounds} rounds. Where torchvision's `ImageFolder` crops at random, and "
-        'ends with `ToTensor` and `Normalize`, `cache="ram"` brings '
-        f"{small:.1f} times torch's rate at 500 x 375 pixels and {large:.1f} at 2048 x 1536 "
-        "(9.4 MB of memory each); if the pipeline begins with `Resize(256)`, "
-        f"{resized:.1f} and {large_resized:.0f}. "
+        "model. The loaders take turns; a figure is the ratio of their median epochs, in the worst and in "
+        f"the best of {rounds} rounds. For torchvision's `ImageFolder` with a random crop, `ToTensor` and "
+        f'`Normalize`, `cache="ram"` is {small:.1f} times as fast as torch at 500 x 375 pixels and '
+        f"{large:.1f} times at 2048 x 1536 (9.4 MB of memory each); with `Resize(256)` first, {resized:.1f} "
+        f"and {large_resized:.0f} times. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
 
@@ -447,7 +449,7 @@ def unchanged_classes() -> str:
     results = json.loads((RESULTS / "any_dataset.json").read_text())
     names = ("import only", 'cache="ram"', "cache=lmdb")
     lines = [
-        "| times torch's rate | the import | in RAM | its first epoch | on disk | its first epoch |",
+        "| speed-up over torch | the import | in RAM | first epoch | on disk | first epoch |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     later, first = {}, {}

@@ -178,7 +178,7 @@ def prefetcher_against_plain_loops() -> dict[str, Any]:
 
 
 def numbered(number: int) -> torch.Tensor:
-    """A pinned batch that differs everywhere from its neighbours."""
+    """A pinned batch that differs everywhere from its neighbors."""
     return (torch.arange(64 * 257, dtype=torch.int32).reshape(64, 257) + number * 1_000_003).pin_memory()
 
 

@@ -5,7 +5,7 @@ it take to read one record?
 
 A worker's own memory is its USS: the pages that no other process maps, as smaps_rollup counts them (proc(5)).
 Each contender runs in a fresh process, with two forked workers, and a dataset that does nothing but read a
-record. Times are CPU time, so neighbours on the machine count less.
+record. Times are CPU time, so neighbors on the machine count less.
 
 Command: python benchmarks/worker_memory.py [--records 1000000] [--runs 3] [--save]
 """

@@ -1,11 +1,11 @@
-"""The tour: a small network trained on the cached demo pictures, with every tuning habit as a flag.
+"""The tour: a small network trained on the cached demo images, with every tuning technique as a flag.
 
     python examples/train.py                      # two epochs; on a GPU if there is one
-    python examples/train.py --help               # each habit: what it does, and when it does not pay
-    python examples/train.py --ablate --steps 20  # each habit off and on, timed; an estimate first
+    python examples/train.py --help               # each technique: what it does, and when it does not pay
+    python examples/train.py --ablate --steps 20  # each technique off and on, timed; an estimate first
     python examples/train.py --ablate channels_last compile
 
-`make photos` draws the pictures. Read on in train_habits.py (the list), train_data.py (cache and loaders),
+`make photos` draws the images. See train_techniques.py (the list), train_data.py (cache and loaders),
 train_step.py (the step), train_model.py (the network) and train_ablate.py (the table).
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import train_ablate
 from train_data import Data
-from train_habits import HABITS, add_flags, resolve
 from train_step import Trainer
+from train_techniques import TECHNIQUES, add_flags, resolve
 
 import fastload
 
@@ -47,9 +47,9 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--disable-cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--checkpoint", type=Path, help="where to save after each epoch")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
-    names = [habit.name for habit in HABITS]
-    ablate = {"nargs": "*", "choices": names, "metavar": "HABIT"}
-    ablate["help"] = "time these habits, or all; estimates first how long that takes"
+    names = [technique.name for technique in TECHNIQUES]
+    ablate = {"nargs": "*", "choices": names, "metavar": "TECHNIQUE"}
+    ablate["help"] = "time these techniques, or all; estimates first how long that takes"
     parser.add_argument("--ablate", **ablate)
     parser.add_argument("--steps", type=positive, default=20, help="steps in a round of --ablate")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of each side in --ablate")
@@ -97,7 +97,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
     """Train and evaluate; gives what it printed for each epoch."""
     on_cuda = device.type == "cuda"
     if on_cuda:
-        torch.cuda.empty_cache()  # another owner's leavings in this process; ours is not allocated yet
+        torch.cuda.empty_cache()  # what others left in this process; ours is not allocated yet
     generator = fastload.seed_everything(options.seed)  # random, numpy and torch; and one for the loader
     data = Data(options, device)
     trainer = Trainer(options, len(data.classes), device)
@@ -125,7 +125,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
             "loss": loss,
             "held_out_loss": held_out_loss,
             "accuracy": accuracy,
-            "images_per_s": metrics.pictures / seconds,
+            "images_per_s": metrics.num_images / seconds,
             "peak_bytes": peak_bytes(device),
         }
         history.append(figures)

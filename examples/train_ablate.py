@@ -1,4 +1,4 @@
-"""The table of `train.py --ablate`: each habit off and on, all others as the command line has them.
+"""The table of `train.py --ablate`: each technique off and on, all others as the command line has them.
 
 1. Both sides are built, warmed up and timed in one process, in turns: off, on, off, on, ...
 2. A turn is at a steady pace before its clock starts: it first trains on the batches that its workers made
@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from train_data import Data
-from train_habits import HABITS, Habit, vary
 from train_step import Metrics, Trainer
+from train_techniques import TECHNIQUES, Technique, vary
 
 WARM_UP_STEPS = 3
 PROBE_STEPS = 5
-WIDTHS = (17, 17, 15, 7)  # of the columns behind the habit's name
+WIDTHS = (17, 17, 15, 7)  # of the columns behind the technique's name
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Figures:
 
 
 class Side:
-    """A habit on or off: a model, and batches without end."""
+    """A technique on or off: a model, and batches without end."""
 
     def __init__(
         self, options: argparse.Namespace, device: torch.device, phase: str, stack: contextlib.ExitStack
@@ -60,7 +60,7 @@ class Side:
         stack.callback(self.batches.close)  # before the loader: the stack runs backwards
         self.peak_bytes = self.measure_peak()
         self.trainer = Trainer(options, self.num_classes, device)
-        self.turns: list[tuple[float, int]] = []  # seconds and pictures
+        self.turns: list[tuple[float, int]] = []  # seconds and images
 
     def measure_peak(self) -> int:
         """What two steps of a fresh model take: rule 4."""
@@ -75,20 +75,20 @@ class Side:
         """Warm up, then time some steps."""
         self.take(self.trainer, self.batches, steps_before_the_clock(self.options))
         started = time.perf_counter()
-        pictures = self.take(self.trainer, self.batches, self.options.steps)
-        self.turns.append((time.perf_counter() - started, pictures))
+        num_images = self.take(self.trainer, self.batches, self.options.steps)
+        self.turns.append((time.perf_counter() - started, num_images))
 
     def take(self, trainer: Trainer, batches: Iterable[Any], steps: int) -> int:
-        """Some steps, which the device has done on return; how many pictures they had."""
+        """Some steps, which the device has done on return; how many images they had."""
         with trainer.backends():
             run = trainer.train_epoch if self.phase == "train" else trainer.evaluate
             metrics: Metrics = run(batches, steps)
             metrics.read()
-        return metrics.pictures
+        return metrics.num_images
 
     def figures(self) -> Figures:
         """Medians of the turns so far."""
-        images_per_s = statistics.median(pictures / seconds for seconds, pictures in self.turns)
+        images_per_s = statistics.median(images / seconds for seconds, images in self.turns)
         step_s = statistics.median(seconds for seconds, _ in self.turns) / self.options.steps
         return Figures(images_per_s, step_s * 1e3, self.peak_bytes)
 
@@ -103,10 +103,14 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
         yield from loader
 
 
-def compare(options: argparse.Namespace, device: torch.device, habit: Habit) -> tuple[Figures, Figures]:
-    """The habit off and on."""
+def compare(
+    options: argparse.Namespace, device: torch.device, technique: Technique
+) -> tuple[Figures, Figures]:
+    """The technique off and on."""
     with contextlib.ExitStack() as stack:
-        sides = [Side(vary(options, habit, value), device, habit.phase, stack) for value in (False, True)]
+        sides = [
+            Side(vary(options, technique, value), device, technique.phase, stack) for value in (False, True)
+        ]
         for _ in range(options.rounds):
             for side in sides:
                 side.run_turn()
@@ -133,8 +137,8 @@ def peak_bytes(work: Any, device: torch.device) -> int:
     return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
 
 
-def estimate(options: argparse.Namespace, device: torch.device, num_habits: int) -> str:
-    """How long the table of so many habits takes, from one set-up and a few steps measured now."""
+def estimate(options: argparse.Namespace, device: torch.device, num_techniques: int) -> str:
+    """How long the table of so many techniques takes, from one set-up and a few steps measured now."""
     with contextlib.ExitStack() as stack:
         started = time.perf_counter()
         side = Side(options, device, "train", stack)
@@ -144,47 +148,51 @@ def estimate(options: argparse.Namespace, device: torch.device, num_habits: int)
         side.take(side.trainer, side.batches, probed)
         step_s = (time.perf_counter() - started) / probed
     steps = options.rounds * (steps_before_the_clock(options) + options.steps)
-    seconds = 2 * num_habits * (set_up_s + steps * step_s)
+    seconds = 2 * num_techniques * (set_up_s + steps * step_s)
     length = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
     return (
-        f"takes about {length}: {num_habits} habits x 2 sides, each with {set_up_s:.1f} s of set-up and "
-        f"{steps} steps of {step_s * 1e3:.0f} ms\n"
+        f"takes about {length}: {num_techniques} techniques x 2 sides, each with {set_up_s:.1f} s of set-up "
+        f"and {steps} steps of {step_s * 1e3:.0f} ms\n"
         "(measured just now with the options as they are; a slower side and the compiler take longer)"
     )
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Print the table, for the habits that --ablate names or for all, row by row as they are timed."""
+    """Print the table, for the techniques that --ablate names or for all, row by row as they are timed."""
     keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
     keep.fill()  # lives as long as this function: the sides find it filled
-    habits = [habit for habit in HABITS if not options.ablate or habit.name in options.ablate]
-    num_timed = sum(habit.obstacle(device) is None for habit in habits)
+    techniques = [
+        technique for technique in TECHNIQUES if not options.ablate or technique.name in options.ablate
+    ]
+    num_timed = sum(technique.obstacle(device) is None for technique in techniques)
     if num_timed:
         print(estimate(options, device, num_timed), flush=True)
     print(f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
-    print_row("habit", "images/s", "step ms", "peak MB", "speed")
+    print_row("technique", "images/s", "step ms", "peak MB", "speed")
     notes = []
-    for habit in habits:
-        obstacle = habit.obstacle(device)
+    for technique in techniques:
+        obstacle = technique.obstacle(device)
         if obstacle:
-            print_row(habit.name, obstacle)
+            print_row(technique.name, obstacle)
             continue
-        off, on = compare(options, device, habit)
+        off, on = compare(options, device, technique)
         print_row(
-            habit.name,
+            technique.name,
             f"{off.images_per_s:,.0f} > {on.images_per_s:,.0f}",
             f"{off.step_ms:.1f} > {on.step_ms:.1f}",
             f"{off.peak_bytes / 1e6:.1f} > {on.peak_bytes / 1e6:.1f}",
             f"{on.images_per_s / off.images_per_s:.2f}x",
         )
-        if habit.beside:
-            shared = ", ".join(f"{name}={value}" for name, value in habit.beside.items())
-            notes.append(f"{habit.name}: both sides with {shared}")
+        if technique.beside:
+            shared = ", ".join(f"{name}={value}" for name, value in technique.beside.items())
+            notes.append(f"{technique.name}: both sides with {shared}")
     print(*notes, sep="\n")
 
 
-def print_row(habit: str, *cells: str) -> None:
+def print_row(technique: str, *cells: str) -> None:
     """At once: a row can take a minute."""
     print(
-        f"{habit:<20}", *(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)), flush=True
+        f"{technique:<20}",
+        *(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)),
+        flush=True,
     )

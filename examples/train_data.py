@@ -1,4 +1,4 @@
-"""Pictures for train.py: four fifths to train on, one fifth to evaluate, from a cache or from the files.
+"""Images for train.py: four fifths to train on, one fifth to evaluate, from a cache or from the files.
 
 A class of the demo holds crops of one photograph: the accuracy shows that something is learnt, no more.
 """
@@ -18,7 +18,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class Transformed(Dataset):
-    """What one writes without a cache: read a picture, transform it."""
+    """What one writes without a cache: read a image, transform it."""
 
     def __init__(self, source: Dataset, transform: A.Compose) -> None:
         self.source = source
@@ -42,7 +42,7 @@ class Data:
         if not options.photos.is_dir():
             raise SystemExit(
                 f"There is no folder {options.photos}. `make photos` draws build/photos; --photos can name "
-                "any folder that has a folder of pictures for each class."
+                "any folder that has a folder of images for each class."
             )
         self.options = options
         self.device = device
@@ -66,7 +66,7 @@ class Data:
         return Transformed(source, transform)
 
     def fill(self) -> None:
-        """Read every picture into the cache now, if there is one; else the first epoch does."""
+        """Read every image into the cache now, if there is one; else the first epoch does."""
         for dataset in (self.train, self.held_out):
             if isinstance(dataset, fastload.CachedDataset):
                 dataset.fill(self.options.workers, progress=False)
@@ -80,7 +80,7 @@ class Data:
 
     @contextlib.contextmanager
     def held_out_loader(self) -> Iterator[Iterable[Any]]:
-        """All pictures that are not trained on, in order, on the device."""
+        """All images that are not trained on, in order, on the device."""
         with self._loader(self.held_out, generator=torch.Generator()) as loader:
             yield loader
 

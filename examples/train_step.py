@@ -1,4 +1,4 @@
-"""One step, one epoch, one evaluation: where the habits of train_habits.py are practised.
+"""One step, one epoch, one evaluation: where the techniques of train_techniques.py are practised.
 
 Nothing between two steps waits for the GPU: no .item(), no .cpu(), no print of a tensor.
 """
@@ -22,22 +22,22 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Metrics:
-    """Sums over pictures: numbers, or tensors on the device that nobody has read yet."""
+    """Sums over images: numbers, or tensors on the device that nobody has read yet."""
 
     loss: torch.Tensor | float = 0.0
     hits: torch.Tensor | float = 0.0
-    pictures: int = 0
+    num_images: int = 0
 
-    def add(self, loss: torch.Tensor | float, hits: torch.Tensor | float, pictures: int) -> None:
+    def add(self, loss: torch.Tensor | float, hits: torch.Tensor | float, num_images: int) -> None:
         """The sums of one more batch."""
         self.loss = self.loss + loss
         self.hits = self.hits + hits
-        self.pictures += pictures
+        self.num_images += num_images
 
     def read(self) -> tuple[float, float]:
         """Mean loss and accuracy; here the host waits for the device, once."""
-        pictures = max(self.pictures, 1)
-        return float(self.loss) / pictures, float(self.hits) / pictures
+        num_images = max(self.num_images, 1)
+        return float(self.loss) / num_images, float(self.hits) / num_images
 
 
 class Trainer:
@@ -89,18 +89,18 @@ class Trainer:
             else:
                 results = [self.add_gradients(batch, 1.0)]
         self.optimizer.step()
-        for loss, hits, pictures in results:
+        for loss, hits, num_images in results:
             if options.metrics_on_device:
-                metrics.add(loss, hits, pictures)
+                metrics.add(loss, hits, num_images)
             else:
-                metrics.add(loss.item(), hits.item(), pictures)  # the host waits, twice a step
+                metrics.add(loss.item(), hits.item(), num_images)  # the host waits, twice a step
         if self.device.type == "cuda" and not options.empty_cache_once:
             torch.cuda.empty_cache()
 
     def add_gradients(self, batch: Batch, weight: float) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Forward and backward of ``weight`` of a batch; the sum of its losses, its hits and its size."""
         options = self.options
-        pictures = len(batch[1])
+        num_images = len(batch[1])
         loss_sum = torch.zeros((), device=self.device)
         hits = torch.zeros((), device=self.device)
         history: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class Trainer:
             # detach(): a sum of losses with their history would keep every step's graph alive.
             loss_sum += loss.detach() * len(labels)
             hits += (logits.detach().argmax(1) == labels).sum()
-            share = loss * (weight * len(labels) / pictures)
+            share = loss * (weight * len(labels) / num_images)
             if options.delete_temporaries:
                 del floats, logits, loss
             if options.accumulate_parts:
@@ -118,7 +118,7 @@ class Trainer:
                 history = share if history is None else history + share
         if history is not None:
             history.backward()
-        return loss_sum, hits, pictures
+        return loss_sum, hits, num_images
 
     def forward(
         self, images: torch.Tensor, labels: torch.Tensor
@@ -159,7 +159,7 @@ class Trainer:
         return fastload.training.tune_backends(tf32=options.tf32, cudnn_benchmark=options.cudnn_benchmark)
 
     def hints(self) -> list[str]:
-        """What the sizes seen so far mean for the habits that are on."""
+        """What the sizes seen so far mean for the techniques that are on."""
         hints = []
         odd = odd_sizes(self.network, self.options.batch_size) if self.options.mixed_precision else []
         if odd:

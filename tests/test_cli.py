@@ -418,7 +418,7 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     done = from_shell("-m", "fastload")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
-    assert "\n  cache    Caches of decoded samples" in done.stderr
+    assert "\n  cache    Build and manage caches of decoded samples and files.\n" in done.stderr
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
     assert listed == ["0", "1", "2", "3", "4", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
@@ -770,7 +770,7 @@ def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> Non
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
     """Nor the other way around, and a finished cache of samples is left alone."""
     root = images(tmp_path / "photos", "a/1.png")
-    for options in (("--codec", "png"), ("--size", "8"), ("--shards", "2")):
+    for options in (("--codec", "png"), ("--size", "8"), ("--shards", "2"), ("--strict",), ("--no-wait",)):
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")

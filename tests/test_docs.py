@@ -177,6 +177,17 @@ def _own_arguments() -> list[str]:
     return sorted(set(inspect.signature(fastload.DataLoader.__init__).parameters) - set(theirs))
 
 
+def _names_of_modules() -> list[str]:
+    """Those that are not also names of the package itself."""
+    names = [
+        f"{module}.{name}"
+        for module in ("cache", "profiling", "testing", "training", "transforms")
+        for name in getattr(fastload, module).__all__
+        if name not in fastload.__all__
+    ]
+    return sorted(names)
+
+
 def _variables() -> list[str]:
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     return sorted(set(re.findall(r"FASTLOAD_[A-Z_]+", code)))
@@ -187,12 +198,12 @@ def _variables() -> list[str]:
     [
         ("troubleshooting", r"^####? `(\w+Error)`", _errors),
         ("api", r"^::: fastload\.(?!errors$)(\w+)$", lambda: fastload.__all__),
-        ("api", r"^::: fastload\.transforms\.(\w+)$", lambda: sorted(fastload.transforms.__all__)),
+        ("api", r"^::: fastload\.((?!integrations)\w+\.\w+)$", _names_of_modules),
         ("api", r"^\| `(\w+)` \| `([^`]*)` \|", _arguments),
         ("api", r"^\| `(\w+)` \| [^`]", _own_arguments),
         ("command-line", r"^\| `(FASTLOAD_\w+)` \|", _variables),
     ],
-    ids=["errors", "public names", "transforms", "torch's arguments", "own arguments", "variables"],
+    ids=["errors", "public names", "names of modules", "torch's arguments", "own arguments", "variables"],
 )
 def test_a_page_lists_all(page: str, line: str, expected: Callable[[], list[Any]]) -> None:
     """Each exception, public name, argument and environment variable; torch's in order, with defaults."""
@@ -236,7 +247,11 @@ def test_the_recipe_for_tensorboard_writes_the_known_figures(monkeypatch: pytest
 
 ALL_EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # Those of one page. `train.py` has tests of its own; `pictures.py` is what the others read.
-PARTS = ("pictures", "train", *(f"train_{part}" for part in ("ablate", "data", "habits", "model", "step")))
+PARTS = (
+    "pictures",
+    "train",
+    *(f"train_{part}" for part in ("ablate", "data", "model", "step", "techniques")),
+)
 EXAMPLES = [path for path in ALL_EXAMPLES if path.stem not in PARTS]
 RUN_HERE = [path for path in EXAMPLES if path.stem != "ray_workers"]  # which tests/clients runs
 # The last lines that each example prints, as a regular expression, and the package that it needs.

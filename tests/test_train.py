@@ -1,4 +1,4 @@
-"""examples/train.py: each habit can be switched, changes what it should and nothing else, and has its row."""
+"""examples/train.py: each technique can be switched, changes nothing else, and has its row."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ sys.path.append(str(EXAMPLES))  # as it is for a script that lies there
 train = importlib.import_module("train")
 train_ablate = importlib.import_module("train_ablate")
 train_data = importlib.import_module("train_data")
-train_habits = importlib.import_module("train_habits")
+train_techniques = importlib.import_module("train_techniques")
 train_step = importlib.import_module("train_step")
 
 pytestmark = pytest.mark.slow  # most of these tests train a model
 
-HABITS = train_habits.HABITS
+TECHNIQUES = train_techniques.TECHNIQUES
 CPU = torch.device("cpu")
 FIGURES = ("loss", "held_out_loss", "accuracy")
 TINY = ["--device", "cpu", "--size", "32", "--width", "8", "--batch-size", "16", "--epochs", "1"]
@@ -59,8 +59,8 @@ def run(photos: Path) -> Callable[..., list[dict[str, Any]]]:
     return lambda *flags: train.train(*train.parse([*TINY, "--photos", str(photos), *flags]))
 
 
-def _flag(habit: Any, value: bool) -> str:
-    return ("--" if value else "--no-") + habit.name.replace("_", "-")
+def _flag(technique: Any, value: bool) -> str:
+    return ("--" if value else "--no-") + technique.name.replace("_", "-")
 
 
 def _trainer(photos: Path, *flags: str) -> tuple[Any, argparse.Namespace]:
@@ -86,17 +86,19 @@ def one_thread() -> Iterator[None]:
 # --- the list -----------------------------------------------------------------------------------------------
 
 
-def test_each_habit_is_a_flag_that_is_practised(monkeypatch: Any, capsys: Any) -> None:
+def test_each_technique_is_a_flag_that_is_used(monkeypatch: Any, capsys: Any) -> None:
     """--na-me and --no-na-me set the option that the code reads; what a CPU cannot have is said."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # put back afterwards
-    for habit in HABITS:
-        on, device = train.parse(["--device", "cpu", _flag(habit, True)])
-        off, _ = train.parse(["--device", "cpu", _flag(habit, False)])
-        assert getattr(on, habit.name) is (habit.obstacle(device) is None)
-        assert getattr(off, habit.name) is False
+    for technique in TECHNIQUES:
+        on, device = train.parse(["--device", "cpu", _flag(technique, True)])
+        off, _ = train.parse(["--device", "cpu", _flag(technique, False)])
+        assert getattr(on, technique.name) is (technique.obstacle(device) is None)
+        assert getattr(off, technique.name) is False
     assert "--prefetcher stays off: needs CUDA\n" in capsys.readouterr().out
     code = "".join((EXAMPLES / f"{name}.py").read_text() for name in ("train", "train_data", "train_step"))
-    assert [habit.name for habit in HABITS if not re.search(rf"\boptions\.{habit.name}\b", code)] == []
+    assert [
+        technique.name for technique in TECHNIQUES if not re.search(rf"\boptions\.{technique.name}\b", code)
+    ] == []
     with pytest.raises(SystemExit, match="2"):
         train.parse(["--steps", "0"])
     assert "argument --steps: expected a number above zero, but got 0" in capsys.readouterr().err
@@ -105,22 +107,24 @@ def test_each_habit_is_a_flag_that_is_practised(monkeypatch: Any, capsys: Any) -
 def test_defaults_follow_the_device() -> None:
     """What needs a GPU is on with one and off without; the other defaults do not change."""
     for device in (CPU, torch.device("cuda", 0)):
-        options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
-        refused = train_habits.resolve(options, device)
+        options = argparse.Namespace(**dict.fromkeys([technique.name for technique in TECHNIQUES]))
+        refused = train_techniques.resolve(options, device)
         assert refused == []
-        for habit in HABITS:
-            wanted = device.type == "cuda" if habit.default == train_habits.CUDA else habit.default
-            assert getattr(options, habit.name) is wanted
+        for technique in TECHNIQUES:
+            wanted = (
+                device.type == "cuda" if technique.default == train_techniques.CUDA else technique.default
+            )
+            assert getattr(options, technique.name) is wanted
 
 
-def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help has both lines of every habit, and no two habits share one."""
+def test_help_names_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has both lines of every technique, and no two techniques share one."""
     with pytest.raises(SystemExit, match="0"):
         train.parse(["--help"])
     shown = capsys.readouterr().out
-    docs = [line for habit in HABITS for line in habit.doc.splitlines()]
+    docs = [line for technique in TECHNIQUES for line in technique.doc.splitlines()]
     assert [line for line in docs if f"{line}\n" not in shown] == []
-    assert len(docs) == len({line.strip() for line in docs} - {""}) == 2 * len(HABITS)
+    assert len(docs) == len({line.strip() for line in docs} - {""}) == 2 * len(TECHNIQUES)
 
 
 # --- the run ------------------------------------------------------------------------------------------------
@@ -139,14 +143,14 @@ def test_training_lowers_the_loss_and_resumes(run: Callable[..., Any], tmp_path:
 
 
 @pytest.mark.parametrize("name", SAME_LOSS)
-def test_a_habit_changes_the_way_not_the_result(name: str, run: Any, monkeypatch: Any) -> None:
-    """Each habit but those that change the model trains to the same loss, off and on."""
+def test_a_technique_changes_the_way_not_the_result(name: str, run: Any, monkeypatch: Any) -> None:
+    """Each technique but those that change the model trains to the same loss, off and on."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    habit = next(habit for habit in HABITS if habit.name == name)
+    technique = next(technique for technique in TECHNIQUES if technique.name == name)
     # Without workers torch's loader seeds no pipeline, and fastload's does: see docs/how-it-works.md.
     workers = "2" if name in ("fastload_loader", "shared_cache") else "0"
     beside = ["--micro-batches", "1", "--workers", workers]
-    [[off], [on]] = (run(*beside, _flag(habit, value)) for value in (False, True))
+    [[off], [on]] = (run(*beside, _flag(technique, value)) for value in (False, True))
     assert off["loss"] == pytest.approx(on["loss"], abs=SAME_LOSS[name], rel=0)
     if SAME_LOSS[name] == 0:
         assert [off[name] for name in FIGURES] == [on[name] for name in FIGURES]
@@ -179,7 +183,7 @@ def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
     metrics = train_step.Metrics()
     trainer.step(_batch(), metrics)
     assert sizes == [16, 8, 8]
-    assert metrics.pictures == 16
+    assert metrics.num_images == 16
     assert not torch.equal(before, trainer.network.head[2].weight)
 
 
@@ -242,23 +246,23 @@ def test_pictures_or_a_device_that_are_not_there_end_with_one_line(tmp_path: Pat
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_a_row_for_each_habit(photos: Path, monkeypatch: Any, capsys: Any) -> None:
-    """--ablate prints each habit once: figures for off and on, or why there are none."""
+def test_the_table_has_a_row_for_each_technique(photos: Path, monkeypatch: Any, capsys: Any) -> None:
+    """--ablate prints each technique once: figures for off and on, or why there are none."""
     monkeypatch.setattr(torch, "compile", lambda model: model)  # half a minute of a compiler's time
     for name in ("WARM_UP_STEPS", "PROBE_STEPS"):  # for true figures, which this test does not claim
         monkeypatch.setattr(train_ablate, name, 1)
     quick = ("--workers", "0", "--ablate", "--steps", "1", "--rounds", "1")
     train.main([*TINY, "--photos", str(photos), *quick])
     shown = capsys.readouterr().out
-    timed = sum(habit.obstacle(CPU) is None for habit in HABITS)
-    assert f": {timed} habits x 2 sides, each with " in shown
+    timed = sum(technique.obstacle(CPU) is None for technique in TECHNIQUES)
+    assert f": {timed} techniques x 2 sides, each with " in shown
     assert shown.index("takes about") < shown.index("images/s")
     lines = [re.split("  +", line) for line in shown.splitlines()]
-    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1 and cells[0] != "habit"}
-    assert list(rows) == [habit.name for habit in HABITS]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1 and cells[0] != "technique"}
+    assert list(rows) == [technique.name for technique in TECHNIQUES]
     assert "accumulate_parts: both sides with micro_batches=4" in shown
-    for habit in HABITS:
-        figures, obstacle = rows[habit.name], habit.obstacle(CPU)
+    for technique in TECHNIQUES:
+        figures, obstacle = rows[technique.name], technique.obstacle(CPU)
         assert figures[0] == obstacle if obstacle else [cell.count(">") for cell in figures[:3]] == [1] * 3
 
 

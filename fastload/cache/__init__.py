@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.cache.dataset import CacheInfo as CacheInfo
-    from fastload.cache.dataset import load_dataset as load_dataset
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
 else:
@@ -24,4 +23,5 @@ else:
             "lmdb.lmdb_cache": ("LMDBCache",),
             "ram.shared": ("SharedMemoryCache",),
         },
+        unlisted=("load_dataset",),
     )

@@ -80,10 +80,10 @@ class CacheInfo:
 
     Attributes:
         num_samples: Number of samples of the dataset.
-        num_cached: Samples stored now.
-        nbytes: Size of the stored samples in bytes.
+        num_cached: Samples stored now; of a cache by file, the decoded files of all datasets.
+        nbytes: Their size in bytes.
         max_bytes: The limit for `nbytes`; None for a finished file.
-        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
+        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, `"private"`, or `"files"` by file.
     """
 
     num_samples: int
@@ -247,7 +247,7 @@ class CachedDataset(Dataset[Any]):
             path: The file, or the directory of shards.
             pre_transform: As for this class.
             cache_key: As for this class.
-            num_workers: Processes that read; None for one per usable CPU, 0 for none.
+            num_workers: Processes that read; None for one per usable CPU, at most 16; 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
             on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
                 sample out and writes a line about it to PATH.errors.jsonl.
@@ -588,7 +588,7 @@ class CachedDataset(Dataset[Any]):
         """Cache all missing samples that fit into `max_memory` now, instead of in the first epoch.
 
         Args:
-            num_workers: Processes that read; None for one per usable CPU, 0 for none.
+            num_workers: Processes that read; None for one per usable CPU, at most 16; 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
             on_error: `"raise"` ends it at the first sample that cannot be read; `"skip"` leaves such samples
                 out of the cache, so each access reads them again, and `on_error` of the loader applies.

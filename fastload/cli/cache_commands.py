@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
     from fastload.cache.lmdb.manifest import Manifest
 
-app = typer.Typer(help="Caches of decoded samples and files: build them once, train from them.", **APP)
+app = typer.Typer(help="Build and manage caches of decoded samples and files.", **APP)
 
 # --- building --------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ NumWorkers = Annotated[
     typer.Option(
         parser=whole_number("--num-workers", 0),
         metavar="N",
-        help="Number of processes that decode; default: one per core.",
+        help="Number of processes that decode; default: one per CPU, at most 16.",
     ),
 ]
 OnError = Annotated[
@@ -86,7 +86,8 @@ OnError = Annotated[
         parser=one_of("--on-error", "raise", "skip"),
         metavar="raise|skip",
         help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
-        "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
+        "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL; with "
+        "--by file, to the log.",
     ),
 ]
 _MAX_ERRORS = "0.01"
@@ -189,7 +190,7 @@ def build(
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
         given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
-        for option, value in given.items():
+        for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
         return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
@@ -428,7 +429,7 @@ def ls(
         str | None,
         typer.Argument(
             parser=path_or_url("DIRECTORY", instead="{command} shows the cache there"),
-            metavar="[DIRECTORY]",
+            metavar="DIRECTORY",
             help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
     ] = None,
@@ -520,7 +521,7 @@ def rm(
         list[str],
         typer.Argument(
             parser=path_or_url("PATH", instead="remove files there with your store's own tool"),
-            metavar="PATH...",
+            metavar="PATH",
             help="Caches: files, or directories of shards.",
         ),
     ],
@@ -594,8 +595,8 @@ def prune(
 ) -> Answer:
     """Remove the local copies of caches at URLs that no process uses, and interrupted downloads.
 
-    They are downloaded again when they are needed. Copies also make room for each other: the environment
-    variable FASTLOAD_CACHE_BYTES limits them.
+    They are downloaded again when they are needed. New copies replace the least recently used ones within the
+    limit of the environment variable FASTLOAD_CACHE_BYTES.
     """
     from fastload.cache.lmdb.mirror import mirrors, remove_mirrors
 

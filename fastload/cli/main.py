@@ -133,8 +133,8 @@ def run(
         bool | None,
         typer.Option(
             "--seed-albumentations/--no-seed-albumentations",
-            help="Whether albumentations pipelines use other random numbers in each worker (the default), "
-            "or the same, as under torch's loader.",
+            help="Whether transforms of albumentations and MONAI use other random numbers in each worker "
+            "(the default), or the same, as under torch's loader.",
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
@@ -143,9 +143,9 @@ def run(
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
     everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
-    --seed-albumentations apply to every loader of the script. At exit, a line on standard error says how many
-    loaders were replaced, and a second one whether albumentations pipelines were seeded, which changes the
-    random numbers that they use.
+    --seed-albumentations apply to every loader of the script. At exit, lines on standard error say how many
+    loaders were replaced, how often pixels came from a cache, and whether albumentations pipelines were
+    seeded, which changes the random numbers that they use.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import
@@ -227,7 +227,7 @@ def doctor(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SOURCE]",
+            metavar="SOURCE",
             help="A folder or a URL with one subfolder of images per class, or MODULE:NAME of a dataset: "
             "show which cache fits it, instead of the machine.",
         ),

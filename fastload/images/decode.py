@@ -56,7 +56,7 @@ def read_image(
 ) -> npt.NDArray[np.uint8]:
     """Read an image file as C-contiguous ``(H, W, 3) uint8`` RGB.
 
-    Grey, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte, the
+    Gray, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte, the
     EXIF orientation is applied, and the first frame of an animation is read. Calling this function switches
     off Pillow's warnings about damaged metadata in this process.
 

@@ -47,7 +47,7 @@ class EncodedImage:
     """An undecoded image file: a value of a sample, instead of the image's array.
 
     A `CachedDataset` decodes it. If the first transform of its albumentations pipeline is a crop, only the
-    crop is decoded, which is several times faster for large JPEGs. With ``cache="ram-encoded"`` the file's
+    crop is decoded, which is faster for large JPEGs. With ``cache="ram-encoded"`` the file's
     bytes are cached.
 
     Args:

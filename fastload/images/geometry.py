@@ -54,7 +54,7 @@ class ImageHeader(NamedTuple):
         height: Of the displayed image, in pixels.
         width: The same.
         orientation: The value of the EXIF tag, 1 to 8.
-        is_jpeg: Whether this is a JPEG with 8-bit RGB or grey values.
+        is_jpeg: Whether this is a JPEG with 8-bit RGB or gray values.
     """
 
     height: int

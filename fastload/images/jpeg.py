@@ -4,9 +4,9 @@ Rules:
 
 1. OpenCV decodes if its pixels equal Pillow's: each process compares them once, on a small picture of each
    kind. So it does not matter how the libjpeg of either was built.
-2. Only ordinary files are decoded here: 8 bits, grey or colors of a common sampling, and an end marker.
+2. Only ordinary files are decoded here: 8 bits, gray or colors of a common sampling, and an end marker.
    OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look after the
-   last pixel, and old releases fill gaps with grey.
+   last pixel, and old releases fill gaps with gray.
 3. Whatever is rejected here is left to Pillow, which decodes it or raises.
 """
 
@@ -194,7 +194,7 @@ def _decoder() -> Callable[[Content], Pixels | None] | None:
 
 
 def _probe_images(cv2: Any) -> Iterator[bytes]:
-    """A small JPEG of each kind: every sampling and grey, sequential and progressive."""
+    """A small JPEG of each kind: every sampling and gray, sequential and progressive."""
     noise = np.random.default_rng(0).integers(0, 256, (*_PROBE_SIDES, 3), np.uint8)
     pictures = [(noise, sampling) for sampling in _SAMPLINGS]
     for picture, sampling in [*pictures, (noise[..., 0], _SAMPLINGS[0])]:

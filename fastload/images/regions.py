@@ -62,7 +62,7 @@ def name_of_decoder() -> str | None:
 
 
 def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[np.uint8] | None:
-    """A region of a JPEG with 8-bit RGB or grey values, as `(height, width, 3) uint8` RGB.
+    """A region of a JPEG with 8-bit RGB or gray values, as `(height, width, 3) uint8` RGB.
 
     Args:
         data: The content of the file.

@@ -108,11 +108,10 @@ def _report(pid: int) -> None:
     number = state.num_replaced
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
     if os.getpid() == pid and (number or (has_begun and not _is_child())):
-        loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
-        state.say(f"{loaders} replaced in process {pid}")
+        state.say(f"replaced {number or 'no'} torch DataLoader{'s' * (number > 1)} in process {pid}")
     stats = sys.modules.get("fastload.epochs.stats")
     if os.getpid() == pid and stats is not None and (hits := stats.Recorder.all_hits):
-        state.say(f"{hits:,} times, the pixels of a file or sample came from a cache in process {pid}")
+        state.say(f"the pixels of a file or sample came from a cache {hits:,} times in process {pid}")
     if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "

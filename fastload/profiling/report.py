@@ -258,7 +258,7 @@ def _verdict(timeline: Timeline, bottleneck_text: str) -> str:
     if not bottleneck_text and not timeline.waits:
         return f"Too few batches for a verdict: {num_batches}, all of them during the warm-up."
     if not bottleneck_text:
-        return f"Data is not your bottleneck: {share}."
+        return f"Data is not your bottleneck: training waits for it {share}."
     return f"Training waits for data {share}. {bottleneck_text}"
 
 

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def public_names(
-    package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
+    package: str,
+    names: Mapping[str, Sequence[str]],
+    modules: Sequence[str] = (),
+    unlisted: Sequence[str] = (),
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """A package's `__getattr__`, `__dir__` and `__all__`.
 
@@ -22,9 +25,10 @@ def public_names(
         package: Its name.
         names: The public names, by the module inside the package that defines them.
         modules: Public modules inside the package, which need no separate import.
+        unlisted: Of the names, those that pickles need and nobody else.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
-    public = sorted(module_of)
+    public = sorted(set(module_of) - set(unlisted))
 
     def get(name: str) -> object:
         if name in modules:

@@ -5,7 +5,7 @@
 2. No operation makes the host wait for the device.
 3. Inside a loader the draws follow the rules of its `seeding=`; elsewhere they come from torch's default
    generator.
-4. The results are the same in every pixel on every device; those of `RandomResizedCrop` within one grey
+4. The results are the same in every pixel on every device; those of `RandomResizedCrop` within one gray
    level.
 """
 
@@ -46,7 +46,7 @@ class RandomResizedCrop(ImageTransform):
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images, uint8 or floats, with any strides; returns a new batch
     in the same layout and dtype on the same device, ``(B, h, w, C)`` or ``(B, C, h, w)``, which the caller
     owns. The boxes have the distribution of albumentations' RandomResizedCrop, and the pixels are those of
-    its bilinear interpolation (without antialiasing) within one grey level. Masks and bounding boxes are not
+    its bilinear interpolation (without antialiasing) within one gray level. Masks and bounding boxes are not
     supported, and gradients do not flow back. The module has no parameters and no state_dict entry, and can
     be pickled.
 

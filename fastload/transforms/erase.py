@@ -83,7 +83,7 @@ class RandomErasing(ImageTransform):
 
 
 class Cutout(ImageTransform):
-    """Fills a square of each image of a batch, whose centre is a random pixel (DeVries and Taylor, 2017).
+    """Fills a square of each image of a batch, whose center is a random pixel (DeVries and Taylor, 2017).
 
     The part of the square outside the image is ignored. Images, random numbers and errors are those of
     `RandomErasing`.

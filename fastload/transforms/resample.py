@@ -1,6 +1,6 @@
 """Crop and resize each image of a batch to one size, on the device of the batch.
 
-1. The values are those of OpenCV's INTER_LINEAR within one grey level: bilinear between the four nearest
+1. The values are those of OpenCV's INTER_LINEAR within one gray level: bilinear between the four nearest
    pixels of the box, with half-pixel centres and without antialiasing. Pixels outside the box are ignored.
 2. On the CPU, torch resizes one image after another: its kernel for one uint8 image is several times faster
    than any formulation for the whole batch. benchmarks/NOTES.md has the figures.

@@ -210,7 +210,7 @@ def make_photos(folder: Path) -> Path:
     return folder
 
 
-def test_a_pickle_names_public_functions_alone(tmp_path: Path) -> None:
+def test_a_pickle_names_one_function_alone(tmp_path: Path) -> None:
     """So another release loads it, wherever its classes are; and it loads as the same dataset."""
     for kind, ds in every_kind(tmp_path).items():
         of_dataset = (

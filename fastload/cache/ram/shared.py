@@ -452,9 +452,7 @@ def create(
         if cache.unregister is None:
             cache.close()
             return None
-        cache.reason = (
-            "new, as no live process held one with these parts; every process that opens it shares it"
-        )
+        cache.reason = "created now, because no running process had it; every process that opens it shares it"
         return cache
 
 
