@@ -53,6 +53,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
 from fastload.errors import (
+    CacheCorruptError,
     CacheMismatchError,
     NondeterministicDatasetError,
     SharedMemoryError,
@@ -64,6 +65,7 @@ from fastload.nested.tree import first_difference, leaves, structure_of
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
+from fastload.system.notes import add_note
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
@@ -205,7 +207,7 @@ class _Samples:
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
     """A dataset whose samples pass through a deterministic function, as a transform is called."""
     caller = TransformCaller(function, role="pre_transform")
-    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller))
+    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller), is_pre_transformed=True)
 
 
 def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
@@ -329,7 +331,12 @@ def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]
             f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
             'cache=..., by="file"), or use a different path'
         )
-    return _checked_lmdb(samples, LMDBCache(path))
+    try:
+        opened = LMDBCache(path)
+    except (CacheCorruptError, CacheMismatchError) as error:
+        add_note(error, "To build a cache, choose another path, where nothing is yet")
+        raise
+    return _checked_lmdb(samples, opened)
 
 
 # To add a kind of cache, add its name, or its prefix with a colon, and what opens it.

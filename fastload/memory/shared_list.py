@@ -49,13 +49,15 @@ class SharedList(Sequence[T]):
         items: The records, read once and one at a time.
 
     Raises:
-        TypeError: An item cannot be pickled; the message has its index.
+        TypeError: `items` is no iterable, or an item cannot be pickled; the message has its index.
         SharedMemoryError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
 
     def __init__(self, items: Iterable[T]) -> None:
+        if not hasattr(type(items), "__iter__") and not hasattr(type(items), "__getitem__"):
+            raise TypeError(f"items should be an iterable of records, but got {short_repr(items)}")
         self._records = _Records(_stored(_chunks(items)))
         self._numbers = range(self._records.num_items)  # of the records that are the items of this list
 

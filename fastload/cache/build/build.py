@@ -171,7 +171,7 @@ class Build:
         try:
             cache = LMDBCache(self.path)
         except (CacheCorruptError, CacheMismatchError) as error:
-            add_note(error, "To build a cache, use a path that does not exist yet")
+            add_note(error, "To build a cache, choose another path, where nothing is yet")
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, probed = len(dataset), self.probed
