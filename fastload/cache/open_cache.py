@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastload.cache import pickled
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
@@ -53,7 +53,6 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
 from fastload.errors import (
-    CacheCorruptError,
     CacheMismatchError,
     NondeterministicDatasetError,
     SharedMemoryError,
@@ -65,7 +64,6 @@ from fastload.nested.tree import first_difference, leaves, structure_of
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
-from fastload.system.notes import add_note
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
@@ -331,12 +329,7 @@ def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]
             f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
             'cache=..., by="file"), or use a different path'
         )
-    try:
-        opened = LMDBCache(path)
-    except (CacheCorruptError, CacheMismatchError) as error:
-        add_note(error, "To build a cache, choose another path, where nothing is yet")
-        raise
-    return _checked_lmdb(samples, opened)
+    return _checked_lmdb(samples, opened_lmdb(path))
 
 
 # To add a kind of cache, add its name, or its prefix with a colon, and what opens it.
