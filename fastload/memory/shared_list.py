@@ -21,6 +21,7 @@ from typing import Any, TypeVar, overload
 
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, why_unsupported, with_limit
+from fastload.system.checks import check_iterable
 from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
 from fastload.system.notes import short_repr
@@ -56,8 +57,7 @@ class SharedList(Sequence[T]):
     __slots__ = ("__weakref__", "_numbers", "_records")
 
     def __init__(self, items: Iterable[T]) -> None:
-        if not hasattr(type(items), "__iter__") and not hasattr(type(items), "__getitem__"):
-            raise TypeError(f"items should be an iterable of records, but got {short_repr(items)}")
+        check_iterable("items", items, "records")
         self._records = _Records(_stored(_chunks(items)))
         self._numbers = range(self._records.num_items)  # of the records that are the items of this list
 

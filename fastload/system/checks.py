@@ -132,6 +132,16 @@ def as_path(name: str, value: Any) -> str:
     return path
 
 
+def check_iterable(name: str, value: Any, items: str) -> None:
+    """Check that a user's argument can be iterated over.
+
+    Raises:
+        TypeError: It cannot; the error has the name of the argument, and what its items should be.
+    """
+    if not hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__"):
+        raise TypeError(f"{name} should be an iterable of {items}, but got {short_repr(value)}")
+
+
 def check_fields(fields: Any, checks: Mapping[str, Callable[[Any], Any]], owner: str) -> None:
     """Check that a JSON object has exactly these fields, each with a value that its check accepts.
 
