@@ -33,7 +33,7 @@ from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, suggest_arguments
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
@@ -156,6 +156,7 @@ class DataLoader(LoaderSettings):
 
     _auto_workers: AutoWorkers | None = None
 
+    @suggest_arguments
     def __init__(
         self,
         dataset: Dataset[Any],

@@ -39,7 +39,7 @@ from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
 from fastload.system.checks import as_path, check_arguments, one_of
 from fastload.system.logs import log
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, suggest_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +164,7 @@ class CachedDataset(Dataset[Any]):
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
     """
 
+    @suggest_arguments
     def __init__(
         self,
         dataset: Any,
