@@ -598,11 +598,27 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
     assert (again.reads[1:9], builder.reported()) == ([0] * 8, [14])
 
 
+def test_too_many_failures_in_the_first_shard_are_listed(tmp_path: Path) -> None:
+    """Nothing else is left then, and the error does not promise shards."""
+    with pytest.raises(
+        errors.TooManyFailuresError, match=r"2 of 20 .*=0\.01 \(a share; .* allows 1"
+    ) as caught:
+        build_lmdb(BrokenImages(bad=[1, 4]), tmp_path / "cache", on_error="skip", num_workers=0)
+    assert "kept" not in f"{caught.value}{caught.value.__notes__}"
+    assert f"listed in {tmp_path}/cache.errors.jsonl" in caught.value.__notes__[-1]
+    assert os.listdir(tmp_path) == ["cache.errors.jsonl"]
+
+
 def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
     """One sample of each shard is left out; two may be, none by default, and a larger limit is enough."""
     bad, options = BrokenImages(bad=[1, 8, 19]), {"on_error": "skip"}
-    with pytest.raises(errors.TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
+    with pytest.raises(errors.TooManyFailuresError, match=r"3 of 20 samples .*=2 allows 2\.") as caught:
         builder(bad, max_errors=2, **options)
+    said = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert said.count("kept at") == 1
+    if builder.way != "at_url":
+        assert f"listed in {builder.place}.errors.jsonl" in said
+        assert builder.reported() == [1, 8, 19]
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
     with pytest.raises(CacheError, match=r"leaves out \d samples"):
