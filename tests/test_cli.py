@@ -564,7 +564,7 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     assert told("build", ZOO, dest)["was_built"] is False
     refused = told("build", ZOO, dest, "--codec", "raw", code=1)
     assert refused["type"] == "CacheMismatchError"
-    assert refused["error"].endswith("(--force removes it and builds anew)")
+    assert refused["error"].count("--force") == 1
     assert dest.stat() == before
     assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
     assert LMDBCache(dest).description.codec == "raw"

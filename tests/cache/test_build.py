@@ -27,6 +27,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import default_collate
 
 from fastload import errors
@@ -43,6 +44,7 @@ from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
+from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -138,6 +140,16 @@ def test_a_different_length_is_said_once(tmp_path: Path) -> None:
     text = str(caught.value)
     assert 'num_samples is "5" here and "4" there' in text
     assert "number of samples" not in text
+    folder = tmp_path / "photos" / "a"
+    folder.mkdir(parents=True)
+    for name in ("1.png", "2.png"):
+        Image.new("RGB", (8, 8)).save(folder / name)
+        dataset, cache = ImageFolder(folder.parent), f"lmdb:{tmp_path / 'photos.lmdb'}"
+        if name == "1.png":
+            CachedDataset(dataset, cache=cache)
+    with pytest.raises(CacheMismatchError, match=r'files is "2 files.* and "1 files') as caught:
+        CachedDataset(dataset, cache=cache)
+    assert "num_samples" not in str(caught.value)
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
@@ -152,7 +164,7 @@ def test_cache_of_another_dataset_is_refused(path: Path) -> None:
 
     assert code is not None
     assert len(eval(code[1], {"CachedDataset": CachedDataset})) == 20
-    assert f"If the dataset is right, remove this cache with `fastload cache rm {path}`" in text
+    assert f"If the dataset is right, remove it with `fastload cache rm {path}`, build it again" in text
     jpegs = path.with_name("jpegs")
     build_lmdb(Images(6), jpegs, codec="jpeg", quality=90, num_workers=0).close()
     with pytest.raises(CacheMismatchError, match="quality is 50 here and 90 there"):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,11 @@ NO_PAIR, NAMES = "is not a valid pair of caches: pass", '"lmdb:PATH"'
     ("dataset", "options", "said"),
     [
         (Stream(), {}, "map-style"),
+        (
+            Path("photos/val"),
+            {},
+            r"^dataset='photos/val' is a path, .* fastload\.ImageFolder\('photos/val'\)",
+        ),
         (iter([1]), {}, "__len__ and __getitem__"),
         ({1, 2}, {}, "__getitem__"),
         *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5, ["ram"], ["ram-encoded", "ram"])),
