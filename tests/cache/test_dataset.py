@@ -318,6 +318,7 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
     assert caplog.records[0].levelname == "WARNING"
     assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning
     assert record.startswith(fit)
+    assert "3 of 2,000 samples so far" in record
     ds = CachedDataset(Images(20), max_memory=10**6)
     for index in range(5):
         ds[index]
