@@ -195,6 +195,34 @@ def test_a_half_seen_entry_is_empty() -> None:
     assert cached(cache) == list(range(12))
 
 
+def test_a_sample_waits_for_the_lock_of_a_busy_process_but_once_for_that_of_a_stopped_one(
+    monkeypatch: Any,
+) -> None:
+    """A holder that is slow, as on a busy machine, costs no sample; one that never returns, one wait."""
+    cache = make(dataset := RaggedImages(4))
+    fd = cache._arena.segment.reopen()
+    assert locks.flock_fd(fd)
+    clock_s, sleeps = iter(np.arange(0.0, 60.0, 0.01).tolist()), []
+
+    def sleep(_: float) -> None:
+        sleeps.append(1)
+        if len(sleeps) == 3:
+            os.close(fd)
+
+    monkeypatch.setattr(locks, "time", mock.Mock(monotonic=clock_s.__next__, sleep=sleep))
+    assert put_all(cache, dataset) == [0, 1, 2, 3]
+    assert len(sleeps) == 3
+    cache = make(dataset)
+    stopped = cache._arena.segment.reopen()
+    assert locks.flock_fd(stopped)
+    assert not cache.put(0, dataset.sample(0))
+    num_sleeps = len(sleeps)
+    assert put_all(cache, dataset) == []
+    assert len(sleeps) == num_sleeps
+    os.close(stopped)
+    assert put_all(cache, dataset) == [0, 1, 2, 3]
+
+
 def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
     """The lock is given back explicitly: a descriptor that a fork copied meanwhile does not hold it."""
     copies: list[int] = []

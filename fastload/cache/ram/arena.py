@@ -60,7 +60,8 @@ _MIN_RESERVE_SHARE = 0.05
 _RESERVE_AT = CURSOR_AT + _CURSOR.size
 _RESERVE = struct.Struct("<qq")
 _CREDIT_BYTES = 1 << 20  # each process stores so much before it reads the size of the segment
-_LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
+# The lock is held for a few microseconds, or for some time slices of a busy machine.
+_LOCK_WAIT_S = 0.1
 
 
 def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
@@ -168,8 +169,8 @@ class Arena:
     """
 
     __slots__ = (
-        *("__weakref__", "_allocated", "_credit_bytes", "_cursor", "_growth", "_limits", "_reserve"),
-        *("_table_end", "_writable"),
+        *("__weakref__", "_allocated", "_credit_bytes", "_cursor", "_growth", "_limits", "_lock_wait_s"),
+        *("_reserve", "_table_end", "_writable"),
         *("entries", "is_full", "memory", "segment", "table"),
     )
 
@@ -197,6 +198,7 @@ class Arena:
         self._reserve = self.memory[_RESERVE_AT : _RESERVE_AT + _RESERVE.size].cast("q")
         self._growth = GrowthCheck(unused_bytes)  # the mapping has taken its address space already
         self._credit_bytes = 0  # what this process can store before it asks again
+        self._lock_wait_s = _LOCK_WAIT_S
         self._writable: tuple[mmap.mmap, memoryview] | None = None  # up to the end of the table
         self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
 
@@ -255,7 +257,8 @@ class Arena:
         cursor = self.cursor
         if cursor.is_short and not self._allows(advance(cursor)):
             return None  # usually `max_memory` is too small, and a warning has said so
-        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=self._lock_wait_s, failed=_lock_denied) as has_lock:
+            self._lock_wait_s = _LOCK_WAIT_S if has_lock else 0.0  # its holder may have been stopped
             if not has_lock:
                 return None
             cursor = self._locked_cursor()
