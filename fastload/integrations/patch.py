@@ -89,7 +89,11 @@ def patch_on_import(*, defaults: dict[str, Any], is_verbose: bool) -> None:
         defaults: As for `patch_torch`; checked when the first loader is made.
         is_verbose: Write the lines of `State.say` to standard error, and the number of loaders at exit.
     """
-    note = os.memfd_create(_NOTE) if hasattr(os, "memfd_create") else -1  # gone with this process
+    from fastload.system import linux  # here: children need it not
+
+    note = None
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        note = linux.memfd(_NOTE)  # it ends with this process
     settings = {"defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid(), "note": note}
     os.environ[_SETTINGS] = json.dumps(settings)
     state.is_verbose = is_verbose
