@@ -40,7 +40,6 @@ SHOWN = {
         "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
         "best rows of each loader; above 1 fastload is faster."
     ),
-    "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
     "efficiency": (
         "torch's loader and fastload's on n cores with n workers. Efficiency is the rate divided by n times "
         'the rate of one core; "copy" is n threads that only copy memory.'
@@ -261,7 +260,7 @@ def peers() -> str:
     """Images a second of some loaders with pictures that are cropped, each at its best row, and of ours."""
     results = json.loads((RESULTS / "peers.json").read_text())
     machine = results["machine"]
-    questions = [question for question in results["questions"] if "->" in question["title"]]
+    questions = [question for question in results["questions"] if "RandomResizedCrop" in question["title"]]
     lines = ["| images/s | " + " | ".join(RIVALS) + " |", "|---" + "|---:" * len(RIVALS) + "|"]
     for question in questions:
         best = dict.fromkeys(RIVALS, 0.0)
@@ -415,15 +414,16 @@ def on_a_gpu() -> str:
 
 def small_images() -> str:
     """Images a second of small images, beside FFCV."""
-    results = json.loads((RESULTS / "peers_small_images.json").read_text())
+    results = json.loads((RESULTS / "peers.json").read_text())
+    (question,) = (one for one in results["questions"] if "padded" in one["title"])
     lines = ["| 32 x 32, padded crop and flip, batch 512 | images/s |", "|---|---:|"]
-    for label, row in results["questions"][0]["rows"].items():
+    for label, row in question["rows"].items():
         if "auto" not in label:
             lines.append(f"| {label} | {digits(row['median'])} |")
     machine = results["machine"]
     return (
         f"Two workers or threads ({machine['cores']} cores, {machine['cpu']}; "
-        "[details](../../benchmarks/README.md#peers_small_images)):\n\n" + "\n".join(lines)
+        "[details](../../benchmarks/README.md#peers)):\n\n" + "\n".join(lines)
     )
 
 

@@ -480,13 +480,14 @@ def main() -> None:
         print(f"{name}: {ratio['value']:.2f}")
     if args.save:
         question = {
-            "title": f"{len(rows())} kinds of samples",
+            "title": f"{sum(any(text in row.name for text in args.only) for row in rows())} kinds of samples",
             "unit": "s",
             "rows": figures,
             "ratios": ratios,
         }
         workers = " ".join(map(str, args.workers))
-        how = f" --fresh --workers {workers}" if args.fresh else ""
+        only = " --only " + " ".join(f'"{text}"' for text in args.only) if any(args.only) else ""
+        how = only + (f" --fresh --workers {workers}" if args.fresh else "")
         name = "zero_cost_fresh" if args.fresh else "zero_cost"
         save(name, f"python benchmarks/zero_cost.py --runs {args.runs}{how} --save", [question])
 

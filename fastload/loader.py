@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import sys
 import time
 import types
@@ -32,7 +33,7 @@ from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, suggest_arguments
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
@@ -155,6 +156,7 @@ class DataLoader(LoaderSettings):
 
     _auto_workers: AutoWorkers | None = None
 
+    @suggest_arguments
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -192,8 +194,13 @@ class DataLoader(LoaderSettings):
         # `__setattr__` refuses some names once its constructor has run, and subclasses have their own, so
         # what we set beside torch goes through vars(self).
         arguments = dict(locals())
-        if isinstance(num_workers, str) and num_workers != "auto":
+        if num_workers not in ("auto", 0) and not hasattr(type(num_workers), "__index__"):
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                "generator should be a torch.Generator, such as torch.Generator().manual_seed(1), but got "
+                f"{generator!r}"
+            )
         options = Options(**{name: arguments.pop(name) for name in OPTION_NAMES})
         for name in ("self", "__class__"):
             del arguments[name]
@@ -248,7 +255,7 @@ class DataLoader(LoaderSettings):
             if (type(value), value) != (type(old[name]), old[name]):
                 self._use_new(name)
         elif name == "num_workers":
-            if isinstance(value, str):
+            if value != 0 and not hasattr(type(value), "__index__"):
                 raise ValueError(
                     f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
                 )
@@ -510,7 +517,8 @@ class DataLoader(LoaderSettings):
         Raises:
             ValueError: ``every_s`` is negative or not finite, or ``callback`` cannot be called.
         """
-        if every_s is not None and not 0 <= every_s < math.inf:
+        is_number = isinstance(every_s, numbers.Real)
+        if every_s is not None and not (is_number and 0 <= every_s < math.inf):
             raise ValueError(
                 f"every_s should be a number of seconds of at least 0, or None, but got {every_s!r}"
             )

@@ -22,6 +22,7 @@ from fastload.cache.transform import TransformCaller
 from fastload.rng.draws import DrawWatch
 from fastload.rng.generators import LIBRARY_GENERATORS
 from fastload.rng.rng_scope import RngScope, state_restorer
+from fastload.system.checks import as_int, check_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,6 +55,7 @@ def check_deterministic(dataset: Any, indices: Sequence[int] | None = None) -> N
         Exception: An error of the dataset.
     """
     chosen = spread_indices(len(dataset), _NUM_SAMPLES) if indices is None else indices
+    check_iterable("indices", chosen, "ints")
     watch = DrawWatch(dataset)
     with RngScope(watch.generators):  # those that the dataset holds run on from sample to sample
         first = {index: _read(watch, dataset, index, _SEEDS[0]) for index in chosen}
@@ -93,6 +95,9 @@ def check_same_batches(
     """
     if loader is other:
         raise AssertionError("check_same_batches was given one loader twice: nothing was checked")
+    check_iterable("loader", loader, "batches")
+    check_iterable("other", other, "batches")
+    num_epochs, seed = as_int("num_epochs", num_epochs), as_int("seed", seed)
     alone, other_alone = _Alone(seed), _Alone(seed)
     num_batches = 0
     for epoch in range(num_epochs):
@@ -142,6 +147,7 @@ def check_cached(cached: CachedDataset, dataset: Any = None, indices: Sequence[i
     if len(source) != len(cached):
         raise AssertionError(f"the cache has {len(cached):,} samples, and the dataset {len(source):,}")
     chosen = spread_indices(len(cached), _NUM_SAMPLES) if indices is None else indices
+    check_iterable("indices", chosen, "ints")
     watch, uncached = DrawWatch(cached), _Uncached(cached, source)
 
     def read(samples: Any, index: int) -> Any:

@@ -102,8 +102,7 @@ PEERS = [
     Peer("WebDataset", "WebDataset", "webdataset_loader", "shared"),
     Peer("LitData", "LitData", "litdata_loader", "shared"),
     Peer("MosaicML Streaming", "MosaicML Streaming", "mosaic_loader", "mosaic"),
-    Peer("torchdata, threads", "torchdata", "torchdata_loader", "shared", "threads"),
-    Peer("torchdata, processes", "torchdata", "torchdata_loader", "shared", "processes"),
+    Peer("torchdata, threads", "torchdata", "torchdata_loader", "shared"),
 ]
 
 
@@ -295,7 +294,7 @@ def main() -> None:
         "--contenders", nargs="+", metavar="TEXT", help="those whose label contains one of these"
     )
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long a run counts epochs at least")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long a run counts epochs at least")
     parser.add_argument(
         "--quick", action="store_true", help="a quarter of the images and one run: does it work?"
     )

@@ -37,9 +37,9 @@ from fastload.nested.tree import leaves, private_copy, read_only, read_only_view
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
-from fastload.system.checks import check_arguments, one_of
+from fastload.system.checks import as_path, check_arguments, one_of
 from fastload.system.logs import log
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, suggest_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -164,6 +164,7 @@ class CachedDataset(Dataset[Any]):
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
     """
 
+    @suggest_arguments
     def __init__(
         self,
         dataset: Any,
@@ -272,7 +273,7 @@ class CachedDataset(Dataset[Any]):
             max_errors=max_errors,
             wait=wait,
         )
-        cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
+        cache: Any = open_cache(f"lmdb:{as_path('path', path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
     @classmethod
@@ -391,7 +392,13 @@ class CachedDataset(Dataset[Any]):
         is_hidden = name in _NOT_FORWARDED and files is None
         if inner is None or name.startswith("_") or is_hidden:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
+        try:
+            return getattr(inner, name)
+        except AttributeError as error:
+            if error.obj is not inner or error.name != name:
+                raise  # of a property of the dataset
+            owners = f"{type(self).__name__} nor its dataset, of type {type(inner).__name__},"
+            raise AttributeError(f"neither {owners} has {name!r}", name=name, obj=self) from None
 
     def __getitem__(self, index: int) -> Any:
         """The transformed sample; without a transform, a private, writable copy of the sample.

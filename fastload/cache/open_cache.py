@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastload.cache import pickled
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
@@ -205,7 +205,7 @@ class _Samples:
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
     """A dataset whose samples pass through a deterministic function, as a transform is called."""
     caller = TransformCaller(function, role="pre_transform")
-    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller))
+    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller), is_pre_transformed=True)
 
 
 def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
@@ -329,7 +329,7 @@ def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]
             f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
             'cache=..., by="file"), or use a different path'
         )
-    return _checked_lmdb(samples, LMDBCache(path))
+    return _checked_lmdb(samples, opened_lmdb(path))
 
 
 # To add a kind of cache, add its name, or its prefix with a colon, and what opens it.

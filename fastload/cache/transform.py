@@ -15,14 +15,14 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
-from fastload.augmentation.libraries import ANY_CALLABLE, library_of
+from fastload.augmentation.libraries import ANY_CALLABLE, check_is_no_class, library_of
 from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, owns, private_copy, structure_of
 from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
-from fastload.system.torchvision_arrays import V1_MODULE, calls_transforms, reject_arrays
+from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,12 +184,7 @@ def check_callable(role: str, function: Any) -> None:
     Raises:
         TypeError: It is not callable, or is a class of transforms instead of an instance.
     """
-    is_class = isinstance(function, type)
-    if is_class and (library_of(function) is not ANY_CALLABLE or function.__module__.startswith(V1_MODULE)):
-        raise TypeError(
-            f"{role} is the class {function.__name__}: pass an instance of it, such as "
-            f"{role}={function.__name__}(...)"
-        )
+    check_is_no_class(role, function)
     if not callable(function):
         raise TypeError(
             f"{role}={function!r:.80} is of type {type(function).__name__}, which is not callable: pass an "

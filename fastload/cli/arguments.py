@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cli.terminal import CommandError, ExitCode, did_you_mean
-from fastload.system.humanize import fastload_command
+from fastload.cli.terminal import CommandError, ExitCode
+from fastload.system.humanize import did_you_mean, fastload_command
 from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:

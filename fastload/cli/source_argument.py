@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cli.arguments import check_url, is_url
-from fastload.cli.terminal import CommandError, ExitCode, did_you_mean
+from fastload.cli.terminal import CommandError, ExitCode
+from fastload.system.humanize import did_you_mean
 from fastload.system.notes import add_note
 from fastload.system.os_errors import why_unreadable
 

@@ -25,11 +25,12 @@ import typer
 from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
+from fastload.system.humanize import did_you_mean
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class ExitCode(IntEnum):
@@ -196,15 +197,6 @@ def _usage_text(error: Any) -> str:
             return f"there is no command {unknown[1]!r}: `fastload run {unknown[1]}` runs a script"
         return f"there is no command {unknown[1]!r}{did_you_mean(unknown[1], context.command.commands)}"
     return text
-
-
-def did_you_mean(text: str, choices: Iterable[str]) -> str:
-    """A question that names the choice that is most like a text, after a colon; empty if none is."""
-    import difflib  # here: most commands do not need it
-
-    by_name = {choice.lstrip("-"): choice for choice in choices}
-    found = difflib.get_close_matches(text.lstrip("-"), by_name, 1)
-    return f": did you mean {by_name[found[0]]}?" if found else ""
 
 
 # --- results ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch
 
 from fastload.device.devices import SynchronousDevice, choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher
+from fastload.system.checks import check_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -53,8 +54,7 @@ class DevicePrefetcher(Generic[T]):
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool):
             raise TypeError(f"depth should be an int, the number of batches to copy ahead, but got {depth!r}")
-        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
-            raise TypeError(f"loader should be an iterable of batches, but got {type(loader).__name__}")
+        check_iterable("loader", loader, "batches")
         if depth < 1:
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader

@@ -20,6 +20,7 @@ import ctypes
 import math
 import operator
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -357,10 +358,18 @@ def apply_transform(
     except Exception as error:
         add_note(
             error,
-            f"raised by {name}, which gets whole batches on {device}; the loader does not move a module's "
-            f"own tensors there",
+            f"raised by {name}, which gets whole batches on {device}"
+            + "; the loader does not move a module's own tensors there" * _is_of_devices(error),
         )
         raise
+
+
+_OF_DEVICES = re.compile(r"same device|device type|expected device|torch\.\w+\.\w+Tensor|cpu tensor")
+
+
+def _is_of_devices(error: Exception) -> bool:
+    """Whether torch or Triton raised an error because tensors are on different devices."""
+    return _OF_DEVICES.search(str(error)) is not None
 
 
 @contextlib.contextmanager

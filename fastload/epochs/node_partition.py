@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from fastload.errors import ResumeError
+from fastload.system.checks import as_int
 from fastload.system.ranks import number_in, process_group, ranks_of_host
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
         self.num_nodes = _num_nodes(num_nodes, num_replicas)
-        super().__init__(dataset, num_replicas, rank, shuffle, _integer("seed", seed), drop_last)
+        super().__init__(dataset, num_replicas, rank, shuffle, as_int("seed", seed), drop_last)
         self.ranks_per_node = num_replicas // self.num_nodes
         self.node, self.local_rank = divmod(rank, self.ranks_per_node)
         self._length = len(dataset)
@@ -116,7 +117,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         Raises:
             TypeError: The number is not an integer.
         """
-        self.epoch = _integer("epoch", epoch)
+        self.epoch = as_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices of the epoch, as Python ints.
@@ -201,13 +202,6 @@ def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64
 # --- the place of this rank ------------------------------------------------------------------------------
 
 
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} should be an int, but got {value!r}") from None
-
-
 def _rank_or_size(argument: str, value: int | None, variable: str, method: str) -> int:
     """The argument, or the process group's value, or else the environment's.
 
@@ -216,7 +210,7 @@ def _rank_or_size(argument: str, value: int | None, variable: str, method: str) 
     """
     group = process_group()
     if value is not None:
-        return _integer(argument, value)
+        return as_int(argument, value)
     number = number_in(variable) if group is None else int(getattr(group, method)())
     if number is None:
         raise RuntimeError(
@@ -235,7 +229,7 @@ def _num_nodes(num_nodes: int | None, num_replicas: int) -> int:
         ValueError: The nodes have different numbers of ranks.
     """
     if num_nodes is not None:
-        if _integer("num_nodes", num_nodes) < 1 or isinstance(num_nodes, bool):
+        if as_int("num_nodes", num_nodes) < 1 or isinstance(num_nodes, bool):
             raise ValueError(f"num_nodes should be an int of at least 1, but got {num_nodes!r}")
         if num_replicas % num_nodes:
             raise ValueError(

@@ -9,7 +9,6 @@ replays the beginning in the same order, and skips the indices of that many batc
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from fastload.epochs.sampler_state import (
 )
 from fastload.errors import ResumeError
 from fastload.rng.keys import occurrence_counter
+from fastload.system.checks import as_int
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
@@ -406,7 +406,7 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
     Raises:
         TypeError: The number is not an integer.
     """
-    number = operator.index(number)
+    number = as_int("epoch", number)
     state = state_of(loader)
     state.next_epoch = number
     state.has_set_epoch = True

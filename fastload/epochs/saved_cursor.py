@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
@@ -56,6 +57,12 @@ def from_dict(state: Any) -> EpochCursor:
         ResumeError: This is not such a dict, or a value in it is not valid, or two values contradict each
             other.
     """
+    if not isinstance(state, Mapping) or "version" not in state:
+        what = "a dict without 'version'" if isinstance(state, Mapping) else short_repr(state)
+        raise ResumeError(
+            f"this is not a state of a fastload.DataLoader, but {what}: pass what "
+            "loader.state_dict() returned"
+        )
     values: dict[str, Any] = {}
     for key, read in _READ.items():
         try:

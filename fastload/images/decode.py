@@ -26,6 +26,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from fastload.errors import ImageReadError
 from fastload.images.geometry import ORIENTATIONS, ImageHeader, apply_orientation
 from fastload.images.jpeg import START, decode_jpeg, parse_jpeg
+from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,9 +73,11 @@ def read_image(
 
     Raises:
         ImageReadError: if the file is missing, empty, cut short, implausibly large or not an image.
-        TypeError: if ``size`` is not of the types above.
+        TypeError: if ``path`` or ``size`` is not of the types above.
         ValueError: if ``size`` is not positive.
     """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"path should be a path, as a str or a pathlib.Path, but got {short_repr(path)}")
     return decode(path, path, size)
 
 

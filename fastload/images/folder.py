@@ -31,6 +31,7 @@ from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
+from fastload.system.checks import as_path
 from fastload.system.logs import log
 from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
@@ -108,11 +109,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             raise ValueError("pass either storage_options= or filesystem=, which already has its options")
         if filesystem is not None and not hasattr(filesystem, "storage_options"):
             raise TypeError(f"filesystem should be an fsspec file system, but got {filesystem!r}")
-        if isinstance(extensions, str):
+        if isinstance(extensions, str) or not hasattr(extensions, "__iter__"):
             raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
         if listing not in ("use", "save", "ignore"):
             raise ValueError(f'listing should be "use", "save" or "ignore", but got {listing!r}')
-        self.root = os.path.expanduser(os.fspath(root))
+        self.root = os.path.expanduser(as_path("root", root))
         self.transform = transform
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, overload
 
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, why_unsupported, with_limit
+from fastload.system.checks import check_iterable
 from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
 from fastload.system.notes import short_repr
@@ -49,13 +50,14 @@ class SharedList(Sequence[T]):
         items: The records, read once and one at a time.
 
     Raises:
-        TypeError: An item cannot be pickled; the message has its index.
+        TypeError: `items` is no iterable, or an item cannot be pickled; the message has its index.
         SharedMemoryError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
 
     def __init__(self, items: Iterable[T]) -> None:
+        check_iterable("items", items, "records")
         self._records = _Records(_stored(_chunks(items)))
         self._numbers = range(self._records.num_items)  # of the records that are the items of this list
 

@@ -7,11 +7,14 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import dataloader as torch_loader
+
 from fastload.profiling.recorder import Recorder
 from fastload.profiling.recording import read_recordings
 from fastload.profiling.report import ProfileReport, report_of, write_trace
 from fastload.profiling.timeline import Machine, Timeline, timeline_of
 from fastload.system.budget import available_bytes
+from fastload.system.checks import as_int
 from fastload.system.cpus import CpuTimes, busy_share, others_share, worthwhile_cpus
 
 if TYPE_CHECKING:
@@ -120,5 +123,12 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
 
     Returns:
         A context manager; `report()` is what was measured.
+
+    Raises:
+        TypeError: One of `loaders` is no DataLoader.
     """
+    for loader in loaders:
+        if not isinstance(loader, torch_loader.DataLoader):
+            raise TypeError(f"profile() takes DataLoaders, but got {type(loader).__name__}")
+    replay = as_int("replay", replay)
     return Profile(loaders, replay)

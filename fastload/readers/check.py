@@ -18,6 +18,7 @@ import numpy as np
 from fastload.readers import nest
 from fastload.readers.decode_cache import inactive
 from fastload.readers.remember import Remembered, facts_of, remember
+from fastload.system.checks import check_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,7 @@ def check_remembered(function: Callable[..., Any], sources: Iterable[Any], *args
     """
     remembered = function if isinstance(function, Remembered) else remember(function)
     remembered.key()
+    check_iterable("sources", sources, "paths or contents of files")
     checks = [_Check(remembered, source, args, kwargs) for source in sources]
     for check in checks:
         with inactive():

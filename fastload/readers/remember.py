@@ -77,14 +77,14 @@ def remember(function: Any = None, *, of: Source = "path", version: str | None =
         TypeError: `function` cannot be called, or `version` is not a str.
         ValueError: `of` is something else.
     """
-    if function is None:
-        return partial(remember, of=of, version=version)
-    if not callable(function):
-        raise TypeError(f"function should be a function of a path or of bytes, but got {function!r}")
     if of not in ("path", "bytes"):
         raise ValueError(f'of should be "path" or "bytes", but got {of!r}')
     if version is not None and not isinstance(version, str):
         raise TypeError(f"version should be a str or None, but got {version!r}")
+    if function is None:
+        return partial(remember, of=of, version=version)
+    if not callable(function):
+        raise TypeError(f"function should be a function of a path or of bytes, but got {function!r}")
     environment()  # before another one is installed
     return Remembered(function, of, version)
 

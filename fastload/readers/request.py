@@ -39,10 +39,15 @@ def check_cache(cache: Any) -> str | None:
     if kind != "ram" or bool(colon) != bool(place):
         raise ValueError(
             f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}: a loader remembers '
-            "files in memory, or on disk"
+            'files in memory, or on disk; "ram-encoded" and lists of caches are for fastload.CachedDataset'
         )
     if place:
-        check_memory(place, name="cache")
+        try:
+            check_memory(place, name="cache")
+        except ValueError:
+            raise ValueError(
+                f'cache={cache!r} should have an amount of memory after "ram:", such as cache="ram:32G"'
+            ) from None
     return place or "auto"
 
 

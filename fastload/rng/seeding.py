@@ -7,7 +7,6 @@ worker the caller is, also in worker threads; torch's function of this name know
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastload.augmentation.libraries import LIBRARIES
 from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
+from fastload.system.checks import as_int
 from fastload.system.torch_private import generate_state, set_thread_worker_info
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def seed_everything(seed: int) -> torch.Generator:
         TypeError: The seed is not an int.
         ValueError: The seed is out of range.
     """
-    number = operator.index(seed)
+    number = as_int("seed", seed)
     if not 0 <= number < 1 << 63:
         raise ValueError(f"seed should be from 0 to 2**63 - 1, but got {number}")
     random.seed(number)

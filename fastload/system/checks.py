@@ -5,6 +5,8 @@ A `Check` returns a value that it accepts, and raises ValueError for any other. 
 
 from __future__ import annotations
 
+import operator
+import os
 import reprlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -104,6 +106,40 @@ def check_arguments(arguments: Mapping[str, Any], checks: Mapping[str, Callable[
             check(arguments[name])
         except ValueError as error:
             raise ValueError(f"{name} {error}") from None
+
+
+def as_int(name: str, value: Any) -> int:
+    """An int, or a number that stands for one, such as NumPy's.
+
+    Raises:
+        TypeError: It is neither; the error begins with the name of the user's argument.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} should be an int, but got {short_repr(value)}") from None
+
+
+def as_path(name: str, value: Any) -> str:
+    """The text of a path or URL.
+
+    Raises:
+        TypeError: It is neither; the error begins with the name of the user's argument.
+    """
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str):
+        raise TypeError(f"{name} should be a path, as a str or a pathlib.Path, but got {short_repr(value)}")
+    return path
+
+
+def check_iterable(name: str, value: Any, items: str) -> None:
+    """Check that a user's argument can be iterated over.
+
+    Raises:
+        TypeError: It cannot; the error has the name of the argument, and what its items should be.
+    """
+    if not hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__"):
+        raise TypeError(f"{name} should be an iterable of {items}, but got {short_repr(value)}")
 
 
 def check_fields(fields: Any, checks: Mapping[str, Callable[[Any], Any]], owner: str) -> None:

@@ -1,6 +1,12 @@
 """Format byte counts, times, tables and commands for people: in logs, in reports and on the command line."""
 
+from __future__ import annotations
+
 import shlex
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def readable_size(nbytes: float) -> str:
@@ -35,3 +41,12 @@ def table(rows: list[list[str]]) -> list[str]:
 def fastload_command(*words: str) -> str:
     """A command to copy from a message, in backquotes; its words are quoted for a shell."""
     return f"`{shlex.join(('fastload', *words))}`"
+
+
+def did_you_mean(text: str, choices: Iterable[str]) -> str:
+    """A question that names the choice that is most like a text, after a colon; empty if none is."""
+    import difflib  # here: hardly anything needs it
+
+    by_name = {choice.lstrip("-"): choice for choice in choices}
+    found = difflib.get_close_matches(text.lstrip("-"), by_name, 1)
+    return f": did you mean {by_name[found[0]]}?" if found else ""

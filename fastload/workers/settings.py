@@ -23,6 +23,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from fastload.augmentation.libraries import check_takes_batches
 from fastload.batch.failures import check_max_errors
 from fastload.batch.source import reads_ahead
 from fastload.device.devices import check_device
@@ -106,6 +107,8 @@ class Options:
             parts = given if isinstance(given, (list, tuple)) else [given]
             if given is not None and not all(callable(part) for part in parts):
                 raise ValueError(f"{name} should be a callable, or a list of callables, but got {given!r}")
+            for part in parts:
+                check_takes_batches(name, part)
         if self.device_transform is not None and self.device is None:
             raise ValueError(
                 "device_transform needs device=, the device that it runs on; to transform batches in "

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ def test_a_transform_runs_in_no_mode_of_the_caller(fake: FakeBackend, device: st
 
 @ahead_or_when_asked
 def test_an_error_of_a_transform_comes_at_its_batch(fake: FakeBackend, device: str) -> None:
-    """The batches around it come whole; the note names the device, and what the loader does not do."""
+    """The batches around it come whole; the note names the device."""
 
     def transform(batch: Any) -> Any:
         if int(batch[1][0]) == 8:
@@ -234,9 +235,33 @@ def test_an_error_of_a_transform_comes_at_its_batch(fake: FakeBackend, device: s
     before = [next(iterator), next(iterator)]
     with pytest.raises(ZeroDivisionError, match="eight") as caught:
         next(iterator)
-    (note,) = caught.value.__notes__
-    assert note.startswith("raised by device_transform, which gets whole batches on cpu")
+    assert caught.value.__notes__ == ["raised by device_transform, which gets whole batches on cpu"]
     assert numbers(before + list(iterator)) == [0, 4, 12, 16, 20]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_devices"),
+    [
+        (
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+            True,
+        ),
+        ("Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same", True),
+        ("Expected object of device type cuda but got device type cpu for argument #2", True),
+        ("Tensor on device cpu is not on the expected device cuda:0!", True),
+        ("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)", True),
+        ("Input type (unsigned char) and bias type (float) should be the same", False),
+        ("mat1 and mat2 shapes cannot be multiplied (4x3 and 7x7)", False),
+        ("CUDA error: device-side assert triggered", False),
+    ],
+)
+def test_an_error_of_devices_is_explained(text: str, is_of_devices: bool) -> None:
+    """Only then a note says that a module's own tensors stay where they are."""
+    transform = mock.Mock(side_effect=RuntimeError(text))
+    with pytest.raises(RuntimeError) as caught:
+        next(iter(DataLoader(IMAGES, 4, device="cpu", device_transform=transform)))
+    (note,) = caught.value.__notes__
+    assert ("the loader does not move a module's own tensors there" in note) is is_of_devices
 
 
 # --- pin_memory=True without a device ---------------------------------------------------------------------

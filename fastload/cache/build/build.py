@@ -85,6 +85,19 @@ def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LM
     )
 
 
+def opened_lmdb(path: str) -> LMDBCache:
+    """What is at a path where a cache can be built.
+
+    Raises:
+        CacheCorruptError, CacheMismatchError: It is no cache that can be read.
+    """
+    try:
+        return LMDBCache(path)
+    except (CacheCorruptError, CacheMismatchError) as error:
+        add_note(error, "To build a cache, use a path that does not exist yet")
+        raise
+
+
 @dataclass
 class Build:
     """A build of a cache, or of one of its shards, by this process.
@@ -181,11 +194,7 @@ class Build:
         Raises:
             CacheMismatchError: It was made from other samples, or with other settings.
         """
-        try:
-            cache = LMDBCache(self.path)
-        except (CacheCorruptError, CacheMismatchError) as error:
-            add_note(error, "To build a cache, use a path that does not exist yet")
-            raise
+        cache = opened_lmdb(self.path)
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, probed = len(dataset), self.probed
         is_compared = fingerprint is None or cache.description.parts is None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.data
 
+from fastload.system.checks import as_int
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
@@ -28,7 +29,7 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     The default is no workers if starting them takes longer than it saves, or is not allowed.
     """
     if num_workers is not None:
-        return num_workers
+        return as_int("num_workers", num_workers)
     # A worker of torch's loader is a daemon process, which cannot have child processes.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0

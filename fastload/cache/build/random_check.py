@@ -157,6 +157,9 @@ def _drawn(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
 
 def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> NoReturn:
     of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
+    after, cure = "", "Move the random part out of the dataset, to CachedDataset(dataset, transform)"
+    if isinstance(dataset, MappedDataset) and dataset.is_pre_transformed:
+        after, cure = " after pre_transform", "Pass random transforms as transform="
     source = f" (drawn from {', '.join(generators)})" if generators else ""
     inner, _ = inside_subsets(of_user)
     module, advice = f"{type(getattr(inner, 'transform', None)).__module__}.", ""
@@ -166,8 +169,8 @@ def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> No
         begin = "begin the transform with ToImage()" if module.startswith(V2_MODULE) else V2_INSTEAD
         advice += f", and {begin}"
     raise NondeterministicDatasetError(
-        f"{type(of_user).__name__}[{index}] {problem}{source}. A cache would freeze one draw. Move the "
-        "random part out of the dataset, to CachedDataset(dataset, transform), which runs it on every access"
+        f"{type(of_user).__name__}[{index}]{after} {problem}{source}. A cache would freeze one draw. {cure}, "
+        "which runs on every access"
         '; or cache files instead of samples: DataLoader(dataset, cache="ram")'
         f"{advice}"
     )

@@ -26,14 +26,19 @@ class MappedDataset(Dataset[Any]):
     Args:
         dataset: Map-style.
         read: Called as `read(dataset, index)`; picklable.
+        is_pre_transformed: Whether it calls the user's `pre_transform`.
 
     Attributes:
         dataset: The other dataset.
+        is_pre_transformed: As given.
         classes: Its classes, for a file built from this dataset; None if it has none.
     """
 
-    def __init__(self, dataset: Any, read: Callable[[Any, int], Any]) -> None:
+    def __init__(
+        self, dataset: Any, read: Callable[[Any, int], Any], *, is_pre_transformed: bool = False
+    ) -> None:
         self.dataset = dataset
+        self.is_pre_transformed = is_pre_transformed
         self.classes = getattr(dataset, "classes", None)
         self._read = read
 

@@ -33,6 +33,7 @@ from fastload.memory.segment import is_for_child, is_for_other_machines
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import Spec, build_batch
+from fastload.system.checks import as_path
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class LMDBCache(BaseCache):
         storage_options: Mapping[str, Any] | None = None,
         progress: bool = True,
     ) -> None:
-        name = os.fspath(path)
+        name = as_path("path", path)
         self._is_closed = False
         self._source = (name, storage_options) if is_url(name) else None
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
