@@ -203,26 +203,28 @@ def check_left_out(
     Raises:
         TooManyFailuresError: It leaves out more.
     """
-    maximum = max_failures(max_errors, num_samples)
-    if len(left_out) > maximum:
-        raise too_many_failures(len(left_out), maximum, num_samples, left_out[-1], what_to_do)
+    if len(left_out) > max_failures(max_errors, num_samples):
+        raise too_many_failures(len(left_out), max_errors, num_samples, left_out[-1], what_to_do)
 
 
 def too_many_failures(
-    num_failed: int, maximum: int, num_samples: int, last: FailedSample, what_to_do: str
+    num_failed: int, max_errors: int | float, num_samples: int, last: FailedSample | None, what_to_do: str
 ) -> TooManyFailuresError:
     """The error of an epoch or a build in which more samples failed than `max_errors` allows.
 
     Args:
         num_failed: How many samples could not be read.
-        maximum: How many were allowed to fail.
+        max_errors: As the user gave it.
         num_samples: Number of samples of the dataset.
-        last: The last sample that could not be read.
+        last: The last sample that could not be read; None if it is not known.
         what_to_do: What was kept, and what to change: sentences without the last full stop.
     """
+    limit = f"max_errors={max_errors!r}"
+    limit += " (a share; an int is a number)" if isinstance(max_errors, float) else ""
     return TooManyFailuresError(
-        f"{num_failed:,} samples could not be read, and `max_errors` allows {maximum:,} of {num_samples:,}. "
-        f"The last one is {last}. {what_to_do}"
+        f"{num_failed:,} of {num_samples:,} samples could not be read, and {limit} allows "
+        f"{max_failures(max_errors, num_samples):,}. "
+        f"{'' if last is None else f'The last one is {last}. '}{what_to_do}"
     )
 
 
@@ -255,6 +257,7 @@ class FailureCount:
     def __init__(self, loader: Any, report: list[FailedSample]) -> None:
         self._report = report
         self._num_samples = num_samples_of(loader)
+        self._max_errors = loader.max_errors
         self._maximum = max_failures(loader.max_errors, self._num_samples)
         self._count = 0
 
@@ -272,4 +275,4 @@ class FailureCount:
                 log.warning("a sample could not be read, and %s replaced it: %s", by, sample)
         if failed and self._count > self._maximum:
             cure = "loader.failed_samples lists all; raise max_errors, or repair the files"
-            raise too_many_failures(self._count, self._maximum, self._num_samples, failed[-1], cure)
+            raise too_many_failures(self._count, self._max_errors, self._num_samples, failed[-1], cure)

@@ -156,8 +156,8 @@ class CachedDataset(Dataset[Any]):
         decode: As given; can be set.
 
     Raises:
-        TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
-            `pre_transform` is not callable.
+        TypeError: The dataset is a path, has no `__len__` or no `__getitem__`, or is iterable-style;
+            `transform` or `pre_transform` is not callable.
         NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
@@ -626,6 +626,9 @@ class CachedDataset(Dataset[Any]):
 
 
 def _check_map_style(dataset: Any) -> None:
+    if isinstance(dataset, (str, bytes, os.PathLike)):
+        path = os.fsdecode(dataset)
+        raise TypeError(f"dataset={path!r} is a path, not a dataset: pass fastload.ImageFolder({path!r})")
     is_indexed = all(hasattr(type(dataset), name) for name in ("__len__", "__getitem__"))
     if isinstance(dataset, IterableDataset) or not is_indexed:
         raise TypeError(

@@ -248,7 +248,8 @@ class FileCache:
         )
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
-            f"remembered: now {store.num_files:,} files ({readable_size(store.nbytes)}, {limit})"
+            f"remembered: now {store.num_files:,} results of decoding files "
+            f"({readable_size(store.nbytes)}, {limit})"
         )
 
     def close(self) -> None:

@@ -34,7 +34,6 @@ from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, 
 from fastload.errors import CacheMismatchError
 from fastload.system.humanize import fastload_command, readable_size, table
 from fastload.system.logs import log
-from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -239,11 +238,7 @@ def build(
             if url is not None:
                 cache, was_built = build_at_url(dataset, url, path=path, **options)
             else:
-                try:
-                    cache = build_lmdb(dataset, dest, **options)
-                except CacheMismatchError as error:
-                    add_note(error, "--force removes it and builds anew")
-                    raise
+                cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     details = _details(cache)

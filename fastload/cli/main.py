@@ -101,7 +101,8 @@ def run(
             metavar="ram|ram:SIZE|lmdb:PATH",
             parser=_checked_cache,
             help="Remember the pixels of all files that the script's loaders decode, in memory; 'ram:32G' "
-            "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the directory PATH.",
+            "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the directory PATH, whose "
+            "parent must exist.",
         ),
     ] = None,
     seeding: Annotated[
@@ -145,7 +146,8 @@ def run(
     everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
     --seed-albumentations apply to every loader of the script. At exit, lines on standard error say how many
     loaders were replaced, how often pixels came from a cache, and whether albumentations pipelines were
-    seeded, which changes the random numbers that they use.
+    seeded, which changes the random numbers that they use. Of several ranks, the first one of each machine
+    writes them.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import

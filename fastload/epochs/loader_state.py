@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from fastload.batch.source import inside_subsets
 from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Recorder
 from fastload.readers import patches, reasons
@@ -116,6 +117,11 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
     if file_cache is None:
         if loader.cache is not None:
             return f"cache: {CACHE_VARIABLE}=off turns it off"
+        from fastload.cache.dataset import CachedDataset  # here: a loader of other datasets does not need it
+
+        dataset, _ = inside_subsets(loader.dataset)
+        if isinstance(dataset, CachedDataset):
+            return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
     counts = recorder_of(loader).copied_counts()
     lines = [file_cache.explain()]

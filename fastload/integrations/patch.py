@@ -14,6 +14,7 @@ This file imports little, because `from_environment` runs in the middle of the i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 from fastload.integrations.bootstrap import install_hook
 from fastload.integrations.state import state
 
+_NOTE = "fastload-run"  # of children: that they have replaced a loader
 _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fastload run`, as JSON
 
 
@@ -87,7 +89,12 @@ def patch_on_import(*, defaults: dict[str, Any], is_verbose: bool) -> None:
         defaults: As for `patch_torch`; checked when the first loader is made.
         is_verbose: Write the lines of `State.say` to standard error, and the number of loaders at exit.
     """
-    settings = {"defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
+    from fastload.system import linux  # here: children need it not
+
+    note = None
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        note = linux.memfd(_NOTE)  # it ends with this process
+    settings = {"defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid(), "note": note}
     os.environ[_SETTINGS] = json.dumps(settings)
     state.is_verbose = is_verbose
     atexit.register(_report, os.getpid())
@@ -107,8 +114,11 @@ def _report(pid: int) -> None:
     """Say how many loaders were replaced; a forked process leaves that to its parent."""
     number = state.num_replaced
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
-    if os.getpid() == pid and (number or (has_begun and not _is_child())):
+    if os.getpid() == pid and (number or (has_begun and not _is_child() and not _have_children_replaced())):
         state.say(f"replaced {number or 'no'} torch DataLoader{'s' * (number > 1)} in process {pid}")
+    if os.getpid() == pid and number and _is_child() and (path := _note()) is not None:
+        with contextlib.suppress(OSError), open(path, "ab") as note:
+            note.write(b"1")
     stats = sys.modules.get("fastload.epochs.stats")
     if os.getpid() == pid and stats is not None and (hits := stats.Recorder.all_hits):
         state.say(f"the pixels of a file or sample came from a cache {hits:,} times in process {pid}")
@@ -117,6 +127,20 @@ def _report(pid: int) -> None:
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
             "those under torch's loader; --no-seed-albumentations leaves them alone"
         )
+
+
+def _have_children_replaced() -> bool:
+    """Whether child processes have replaced loaders, as those of a launcher do."""
+    return (path := _note()) is not None and os.path.getsize(path) > 0
+
+
+def _note() -> str | None:
+    settings = json.loads(os.environ.get(_SETTINGS, "{}"))
+    path = f"/proc/{settings.get('pid')}/fd/{settings.get('note')}"
+    with contextlib.suppress(OSError):
+        if os.readlink(path) == f"/memfd:{_NOTE} (deleted)":  # else the process has ended, or closed it
+            return path
+    return None
 
 
 def _is_child() -> bool:

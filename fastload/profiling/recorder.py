@@ -86,6 +86,7 @@ class LoaderRecord:
         steps: The last `MAX_STEPS` batches that the consumer got.
         num_steps: How many it got in all.
         replay_batches: Copies of the first batches, for replaying.
+        num_before_replay: With replaying, how many new batches of an epoch come first.
     """
 
     number: int
@@ -94,6 +95,7 @@ class LoaderRecord:
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     num_steps: int = 0
     replay_batches: list[Any] = field(default_factory=list)
+    num_before_replay: int = 0
 
 
 class Recorder:
@@ -218,6 +220,7 @@ class StepRecorder:
         self._num_new: int = 2 * recorder.replay + self._num_ahead
         self._num_total: float = float("inf")
         if recorder.replay:
+            record.num_before_replay = self._num_new
             with contextlib.suppress(TypeError, NotImplementedError):  # a stream without a length
                 self._num_total = len(iterator)
 

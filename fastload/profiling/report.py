@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ class LoaderReport:
         bottleneck: The stage that the verdict names, "worker" or "start"; empty if the loop hardly waits.
         bottleneck_text: The same in one sentence; empty likewise.
         verdict: The most important fact in one or two sentences.
-        suggestions: At most four changes, the largest gain first.
+        suggestions: At most four changes, the largest gain first, and other machines last.
     """
 
     name: str
@@ -191,6 +192,14 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
             "times of single stages contain waits for a CPU, and a change that spares CPU time can gain more "
             "than the waits"
         )
+    for timeline in timelines:
+        num_before, steps = timeline.record.num_before_replay, timeline.record.steps
+        if num_before and steps and not timeline.replayed:
+            num_batches = max(Counter(step.epoch for step in steps).values())
+            notes.append(
+                f"{timeline.info['name']}: the speed without loading was not measured: an epoch had "
+                f"{num_batches:,} batches, and the first {num_before:,} are not replayed; replay fewer"
+            )
     notes += [note for timeline in timelines if (note := _on_copies(timeline.info))]
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)

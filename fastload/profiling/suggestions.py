@@ -161,7 +161,7 @@ def _outside(timeline: Timeline) -> Stage | None:
 
 
 def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
-    """The changes that gain at least `MIN_GAIN`, largest gain first.
+    """The changes that gain at least `MIN_GAIN`, largest gain first, and other machines last.
 
     Workers on other machines cost more than an edit: they are left out where a cache in RAM helps, or where
     a cache on disk or more workers here gain about as much.
@@ -191,7 +191,7 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     ]
     suggestions += _persistent_workers(timeline)
     suggestions = [suggestion for suggestion in suggestions if suggestion.gain >= MIN_GAIN]
-    suggestions.sort(key=lambda suggestion: -suggestion.gain)
+    suggestions.sort(key=lambda suggestion: (suggestion.change == "remote", -suggestion.gain))
     gains = {suggestion.change: suggestion.gain for suggestion in suggestions}
     local_gain = max(gains.get("workers", 1.0), gains.get("lmdb", 1.0))
     if (

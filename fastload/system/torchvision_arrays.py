@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 V1_MODULE, V2_MODULE = "torchvision.transforms.", "torchvision.transforms.v2."
 V2_INSTEAD = (
     "use the classes of these names in torchvision.transforms.v2, which take whole samples: first ToImage(), "
-    "and ToDtype(torch.float32, scale=True) for ToTensor()"
+    "and ToDtype(torch.float32, scale=True) for ToTensor(). For an image in an array beside a label, "
+    "ToPILImage() at the beginning is enough"
 )
 _callers: set[types.CodeType] = set()
 

@@ -27,6 +27,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import default_collate
 
 from fastload import errors
@@ -43,6 +44,7 @@ from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
+from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -138,6 +140,16 @@ def test_a_different_length_is_said_once(tmp_path: Path) -> None:
     text = str(caught.value)
     assert 'num_samples is "5" here and "4" there' in text
     assert "number of samples" not in text
+    folder = tmp_path / "photos" / "a"
+    folder.mkdir(parents=True)
+    for name in ("1.png", "2.png"):
+        Image.new("RGB", (8, 8)).save(folder / name)
+        dataset, cache = ImageFolder(folder.parent), f"lmdb:{tmp_path / 'photos.lmdb'}"
+        if name == "1.png":
+            CachedDataset(dataset, cache=cache)
+    with pytest.raises(CacheMismatchError, match=r'files is "2 files.* and "1 files') as caught:
+        CachedDataset(dataset, cache=cache)
+    assert "num_samples" not in str(caught.value)
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
@@ -152,7 +164,7 @@ def test_cache_of_another_dataset_is_refused(path: Path) -> None:
 
     assert code is not None
     assert len(eval(code[1], {"CachedDataset": CachedDataset})) == 20
-    assert f"If the dataset is right, remove this cache with `fastload cache rm {path}`" in text
+    assert f"If the dataset is right, remove it with `fastload cache rm {path}`, build it again" in text
     jpegs = path.with_name("jpegs")
     build_lmdb(Images(6), jpegs, codec="jpeg", quality=90, num_workers=0).close()
     with pytest.raises(CacheMismatchError, match="quality is 50 here and 90 there"):
@@ -598,11 +610,27 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
     assert (again.reads[1:9], builder.reported()) == ([0] * 8, [14])
 
 
+def test_too_many_failures_in_the_first_shard_are_listed(tmp_path: Path) -> None:
+    """Nothing else is left then, and the error does not promise shards."""
+    with pytest.raises(
+        errors.TooManyFailuresError, match=r"2 of 20 .*=0\.01 \(a share; .* allows 1"
+    ) as caught:
+        build_lmdb(BrokenImages(bad=[1, 4]), tmp_path / "cache", on_error="skip", num_workers=0)
+    assert "kept" not in f"{caught.value}{caught.value.__notes__}"
+    assert f"listed in {tmp_path}/cache.errors.jsonl" in caught.value.__notes__[-1]
+    assert os.listdir(tmp_path) == ["cache.errors.jsonl"]
+
+
 def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
     """One sample of each shard is left out; two may be, none by default, and a larger limit is enough."""
     bad, options = BrokenImages(bad=[1, 8, 19]), {"on_error": "skip"}
-    with pytest.raises(errors.TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
+    with pytest.raises(errors.TooManyFailuresError, match=r"3 of 20 samples .*=2 allows 2\.") as caught:
         builder(bad, max_errors=2, **options)
+    said = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert said.count("kept at") == 1
+    if builder.way != "at_url":
+        assert f"listed in {builder.place}.errors.jsonl" in said
+        assert builder.reported() == [1, 8, 19]
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
     with pytest.raises(CacheError, match=r"leaves out \d samples"):

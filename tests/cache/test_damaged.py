@@ -141,7 +141,7 @@ def test_fill_leaves_out_what_cannot_be_read(bad: list[int], num_workers: int, c
 def test_fill_ends_if_more_fail_than_max_errors_allows() -> None:
     """As a build does; what was stored stays."""
     ds = CachedDataset(BrokenImages(bad=[5, 6, 7]))
-    with pytest.raises(TooManyFailuresError, match=r"3 samples could not be read, and .* allows 2 of 20"):
+    with pytest.raises(TooManyFailuresError, match=r"3 of 20 samples could not be read, and .* allows 2"):
         ds.fill(0, progress=False, on_error="skip", max_errors=2)
     assert ds.cache_info().num_cached >= 3
     for wrong in ({"on_error": "replace"}, {"max_errors": 2.0}, {"max_errors": 9}):

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,11 @@ NO_PAIR, NAMES = "is not a valid pair of caches: pass", '"lmdb:PATH"'
     ("dataset", "options", "said"),
     [
         (Stream(), {}, "map-style"),
+        (
+            Path("photos/val"),
+            {},
+            r"^dataset='photos/val' is a path, .* fastload\.ImageFolder\('photos/val'\)",
+        ),
         (iter([1]), {}, "__len__ and __getitem__"),
         ({1, 2}, {}, "__getitem__"),
         *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5, ["ram"], ["ram-encoded", "ram"])),
@@ -312,6 +318,7 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
     assert caplog.records[0].levelname == "WARNING"
     assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning
     assert record.startswith(fit)
+    assert "3 of 2,000 samples so far" in record
     ds = CachedDataset(Images(20), max_memory=10**6)
     for index in range(5):
         ds[index]

@@ -400,6 +400,7 @@ def test_a_transform_for_one_image_fails_beside_what_it_would_leave_in_its_place
             with pytest.raises(TypeError, match=f"Got .*{type(sample).__name__}") as caught:
                 dataset[0]
             assert any("transforms.v2, which take" in note for note in caught.value.__notes__)
+            assert "ToPILImage() at the beginning" in caught.value.__notes__[-1]
 
 
 def test_a_pipeline_that_begins_with_the_users_own_step_gets_the_sample() -> None:

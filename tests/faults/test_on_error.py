@@ -118,9 +118,9 @@ def test_one_more_than_the_budget_is_an_error_in_the_place_of_its_batch(mode: st
     iterator = iter(make_loader(BAD, max_errors=2, **MODES[mode]))
     next(iterator), next(iterator)
 
-    with pytest.raises(fastload.errors.TooManyFailuresError, match=r"3 samples .* allows 2 .* 9 .*9\.jpg"):
+    with pytest.raises(fastload.errors.TooManyFailuresError, match=r"3 of .* allows 2\. .* 9 .*9\.jpg"):
         next(iterator)
-    with pytest.raises(fastload.errors.TooManyFailuresError, match="4 samples"):
+    with pytest.raises(fastload.errors.TooManyFailuresError, match="4 of"):
         next(iterator)
 
     assert zoo.value_of(next(iterator)) == 16
@@ -136,7 +136,7 @@ def test_a_budget_may_be_a_share_of_the_epoch(share: float, may_fail: bool) -> N
     if may_fail:
         assert len(list(loader)) == 5
     else:
-        with pytest.raises(fastload.errors.TooManyFailuresError, match="allows 3 of 20"):
+        with pytest.raises(fastload.errors.TooManyFailuresError, match=r"of 20 .* allows 3\."):
             list(loader)
 
 

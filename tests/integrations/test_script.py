@@ -379,6 +379,18 @@ def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path,
     assert done.stderr.count("replaced 1 torch DataLoader in process") == 2
 
 
+def test_a_launcher_says_nothing_of_loaders_that_its_children_replaced(tmp_path: Path, run: Run) -> None:
+    """Where no child made one either, it says so."""
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nif sys.argv[1:]: torch.utils.data.DataLoader([0])\n"
+    )
+    for words, said in (["train.py", "1"], "replaced 1 torch"), (["train.py"], "replaced no torch"):
+        launch = f"import subprocess, sys\nsubprocess.run([sys.executable, *{words}])\n"
+        (tmp_path / "launch.py").write_text(launch)
+        (line,) = run("run", "launch.py").stderr.splitlines()
+        assert said in line
+
+
 PIPELINES = """
 import albumentations as A
 import fastload

@@ -108,9 +108,9 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
     ("gains", "changes"),
     [
         ({"ram": 3.0, "workers": 1.5, "remote": 9.0}, ["ram", "workers"]),  # a cache fits
-        ({"ram": 1.1, "workers": 1.5, "remote": 9.0}, ["remote", "workers", "ram"]),  # and hardly helps
+        ({"ram": 1.1, "workers": 1.5, "remote": 9.0}, ["workers", "ram", "remote"]),  # and hardly helps
         ({"lmdb": 2.0, "workers": 4.0, "remote": 4.5}, ["workers", "lmdb"]),
-        ({"lmdb": 2.0, "workers": 4.0, "remote": 5.5}, ["remote", "workers", "lmdb"]),
+        ({"lmdb": 2.0, "workers": 4.0, "remote": 5.5}, ["workers", "lmdb", "remote"]),
         ({"lmdb": 5.0, "remote": 5.5}, ["lmdb"]),
         ({"transform": 2.0, "remote": 1.1}, ["transform"]),
     ],
@@ -118,7 +118,7 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
 def test_a_cluster_is_suggested_where_this_machine_gains_less(
     gains: dict[str, float], changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not where a cache in RAM helps; all suggestions by their gain."""
+    """Not where a cache in RAM helps; after what this machine can do, by their gain."""
 
     def planned(timeline: Any, *_: Any) -> Any:
         return iter(suggestions.Suggestion(name, "", gain) for name, gain in gains.items())

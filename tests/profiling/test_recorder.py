@@ -429,6 +429,19 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     assert report.speedup_replayed > 2
 
 
+def test_an_epoch_too_short_for_replay_is_told() -> None:
+    """A note has the limit and the length of an epoch; there is no note where batches were replayed."""
+    for replay, is_told in ((12, True), (11, False)):
+        loader = make("torch", zoo.SlowRead(), 0)
+        profile = fastload.profile(loader, replay=replay)
+        with profile:
+            list(loader)
+        report = profile.report()
+        assert (report.loaders[0].speedup_replayed is None) is is_told
+        said = "an epoch had 24 batches, and the first 24 are not replayed"
+        assert (said in str(report)) is is_told
+
+
 def test_a_report_and_a_trace(tmp_path: Path) -> None:
     """Plain values, text with the verdict, and complete events."""
     profile = profile_of(make("torch", zoo.slow_transform(), 0))

@@ -22,7 +22,7 @@ import fastload
 from fastload.cache.disk import disk_store, segments, upkeep
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.file_cache import forget_stores
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheError, CacheMismatchError
 from fastload.readers import identity, patches, pillow
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.identity import Identity, Unknown, identify_path
@@ -406,6 +406,16 @@ def test_no_device_and_no_inode_is_on_disk(folder: Path, cache: str) -> None:
     (segment,) = store_at(f"{cache}2").segments
     rows = [segment.row(number) for number in range(1, segment.num_rows)]
     assert {row.key for row in rows if row is not None and row.kind == disk_store.PIXELS} == keys
+
+
+def test_the_parent_of_the_directory_must_exist(folder: Path, tmp_path: Path) -> None:
+    """A disk that is not mounted is an error, and nothing fills the system's disk."""
+    with (
+        pytest.raises(CacheError, match=f"create the directory {tmp_path}/nvme first"),
+        fastload.DataLoader(Photos(folder), cache=f"lmdb:{tmp_path}/nvme/files") as loader,
+    ):
+        next(iter(loader))
+    assert not (tmp_path / "nvme").exists()
 
 
 # --- CachedDataset ----------------------------------------------------------------------------------------

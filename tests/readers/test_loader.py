@@ -364,7 +364,7 @@ class TestExplain:
             list(loader)
             first, counts, *lines = loader.explain().split("\n")
             stats = loader.stats()
-        assert f"{SIZE - 3} files" in first
+        assert f"{SIZE - 3} results of decoding files" in first
         assert (stats.cache_hits, stats.cache_misses) == (SIZE - 3, SIZE + 3)
         assert counts == f"so far: {SIZE - 3} found, {SIZE + 3} decoded"
         assert [line.split(":")[0].strip() for line in lines] == [
@@ -395,6 +395,14 @@ class TestExplain:
         assert 'cache="ram"' in fastload.DataLoader(Photos(folder)).explain()
         monkeypatch.setenv(CACHE_VARIABLE, "off")
         assert "FASTLOAD_CACHE=off" in fastload.DataLoader(Photos(folder), cache="ram").explain()
+
+    def test_without_a_cache_of_its_own_it_says_what_the_dataset_caches(self, folder: Path) -> None:
+        """A CachedDataset, also inside torch's Subset."""
+        dataset = fastload.CachedDataset(Bgr(folder), by="sample")
+        assert f"3 of {SIZE} samples" in dataset.explain()  # those that the constructor reads
+        for wrapped in (dataset, tud.Subset(dataset, [0, 1])):
+            assert fastload.DataLoader(wrapped).explain() == f"cache of the dataset: {dataset.explain()}"
+        dataset.cache.close()
 
     def test_every_reason_has_a_meaning(self) -> None:
         """The reasons that readers count are those that explain() knows."""

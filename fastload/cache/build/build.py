@@ -35,7 +35,7 @@ from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, encode
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, TooManyFailuresError
 from fastload.system.checks import TEXT, check_arguments, integer, one_of, optional
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import log
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
+RETRY = "Raise max_errors or repair the files, and build again"
 _GUESSED_BYTES = 1 << 20  # of a sample, if none was read before
 _CHECKS = {
     "shards": optional(integer(1)),
@@ -170,10 +171,22 @@ class Build:
                 write(files)
                 return self._publish(files)
             except BaseException as error:
+                if isinstance(error, TooManyFailuresError):
+                    self._list_left_out(files, error)
                 files.remove_unused()
                 if os.path.isdir(files.path):
                     add_note(error, f"{self.kept}: build again to resume")
                 raise
+
+    def _list_left_out(self, files: StagingDirectory, error: TooManyFailuresError) -> None:
+        """Write the report that the finished cache would have had."""
+        samples = [*self.left_out]
+        for shard in range(files.plan.num_shards):  # also those that other processes wrote
+            samples += files.finished(shard) or []
+        left_out = {sample.index: sample for sample in samples}
+        with contextlib.suppress(OSError, CacheError):
+            files.write_report([left_out[index] for index in sorted(left_out)])
+            add_note(error, f"The samples that could not be read are listed in {self.path}{REPORT}")
 
     def opened(self) -> LMDBCache:
         """The finished cache, after it was compared with the dataset and the settings.
@@ -343,8 +356,7 @@ class Build:
 
     def check_budget(self, plan: Plan) -> None:
         """Check that the shards so far leave out no more samples than `max_errors` allows."""
-        what_to_do = f"{self.kept}: raise max_errors or repair the files, and build again to resume"
-        check_left_out(self.left_out, self.max_errors, plan.num_samples, what_to_do)
+        check_left_out(self.left_out, self.max_errors, plan.num_samples, RETRY)
 
     def _publish(self, files: StagingDirectory) -> LMDBCache:
         """The finished cache of a directory whose shards are all finished.
@@ -365,9 +377,8 @@ class Build:
             left_out,
             self.max_errors,
             plan.num_samples,
-            f"All shards are kept at {files.path}, with their reports: build again with a larger max_errors, "
-            f"or remove the shards with {fastload_command('cache', 'rm', path)}, repair the files, and build "
-            "again",
+            f"Build again with a larger max_errors, or remove the shards with "
+            f"{fastload_command('cache', 'rm', path)}, repair the files, and build again",
         )
         files.publish(left_out)
         if left_out:

@@ -21,13 +21,13 @@ from contextlib import chdir
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import max_failures
-from fastload.cache.build.build import Build
+from fastload.batch.failures import max_failures, too_many_failures
+from fastload.cache.build.build import RETRY, Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
 from fastload.cache.build.random_check import reject_random
 from fastload.cache.build.staging import StagingDirectory
 from fastload.cache.format.progress import BuildProgress
-from fastload.errors import CacheError, TooManyFailuresError
+from fastload.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,10 +171,7 @@ def _run(executor: Executor, task: Task, files: StagingDirectory, build: Build) 
                 progress.advance(nbytes, len(plan.indices_of(futures[future])))
                 num_left_out += left_out_here
                 if num_left_out > maximum:
-                    raise TooManyFailuresError(
-                        f"{num_left_out:,} samples could not be read, and `max_errors` allows "
-                        f"{maximum:,} of {plan.num_samples:,}: raise it, or repair the files"
-                    )
+                    raise too_many_failures(num_left_out, build.max_errors, plan.num_samples, None, RETRY)
     except BaseException:
         executor.shutdown(cancel_futures=True)
         raise

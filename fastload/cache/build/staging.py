@@ -189,6 +189,11 @@ class StagingDirectory:
 
     # --- the end ------------------------------------------------------------------------------------------
 
+    def write_report(self, left_out: list[FailedSample]) -> None:
+        """Write the report beside the destination; its samples are in order."""
+        with writing(self._destination):
+            self._write_report(left_out, self._destination + REPORT)
+
     def publish(self, left_out: list[FailedSample]) -> None:
         """Move the finished cache to its destination, after placing its report beside it.
 
@@ -200,7 +205,7 @@ class StagingDirectory:
             raise self._taken()
         with writing(destination):
             if left_out:
-                self._write_report(left_out, destination + REPORT)
+                self.write_report(left_out)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(destination + REPORT)  # the report of an older cache

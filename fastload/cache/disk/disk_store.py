@@ -78,7 +78,7 @@ class DiskFileStore:
     """The store, as a loader and its workers use it; pickled, it is its path.
 
     Args:
-        path: The directory, which is made if it does not exist.
+        path: The directory, which is made if it does not exist; its parent must exist.
 
     Attributes:
         path: Absolute.
@@ -347,7 +347,9 @@ def _make(path: str) -> None:
     """Make the directory and its description, if missing."""
     description = os.path.join(path, DESCRIPTION)
     try:
-        os.makedirs(path, exist_ok=True)
+        if not os.path.isdir(path):
+            with contextlib.suppress(FileExistsError):  # another process was faster, or it is a file
+                os.mkdir(path)  # not its parents: the disk might not be mounted
         names = os.listdir(path)
     except OSError as error:
         if os.path.lexists(path) and not os.path.isdir(path):

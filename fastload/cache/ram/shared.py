@@ -183,7 +183,9 @@ class SharedMemoryCache(BaseCache):
         if fingerprint is not None and fingerprint.key is not None:
             parts = {"cache_key": fingerprint.key, **parts}
         lines = "".join(f"\n  {name}: {value}" for name, value in parts.items())
-        size = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        num_cached = self.num_cached
+        so_far = " so far" if num_cached < self.num_samples and not self._arena.is_full else ""
+        size = f"{num_cached:,} of {self.num_samples:,} samples{so_far}, {readable_size(self.nbytes)}"
         return f"shared memory, {size}: {self.reason}{lines}"
 
     def missing(self) -> npt.NDArray[np.intp]:
