@@ -29,8 +29,8 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     source = dataset(job)
     # "Migrating to torchdata.nodes from torch.utils.data": batches of indices, a mapper that makes samples
-    # and collates them, a prefetcher. Worker processes, which it starts for each epoch, took 1.4 to 4 times as
-    # long.
+    # and collates them, a prefetcher. Worker processes, which it starts for each epoch, took 1.4 to 4 times
+    # as long.
     node: Any = tn.Batcher(tn.SamplerWrapper(RandomSampler(source)), job.task.batch_size, drop_last=False)
     node = tn.ParallelMapper(
         node, MapAndCollate(source), num_workers=NUM_WORKERS, method="thread", in_order=True

@@ -89,7 +89,7 @@ def patch_on_import(*, defaults: dict[str, Any], is_verbose: bool) -> None:
         defaults: As for `patch_torch`; checked when the first loader is made.
         is_verbose: Write the lines of `State.say` to standard error, and the number of loaders at exit.
     """
-    from fastload.system import linux  # here: children need it not
+    from fastload.system import linux  # here: children do not need it
 
     note = None
     with contextlib.suppress(OSError, AttributeError):  # not Linux
