@@ -226,8 +226,8 @@ def check_source(
         wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:
-        anew = f"remove it with {fastload_command('cache', 'rm', cache.path)}, build it again with "
-        anew += "`fastload cache build ... --force`, or use a different path"
+        anew = f"remove it with {fastload_command('cache', 'rm', cache.path)}, build it again with --force "
+        anew += "on the command line, or use a different path"
         raise CacheMismatchError(
             f"{cache.path} was made from other samples, from an earlier state of them, or with other "
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "
