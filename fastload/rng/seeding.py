@@ -172,8 +172,10 @@ class WorkerStreams(RandomSource):
         # By the id of the pipeline's identity: a look-up takes a sixth of that of a WeakKeyDictionary.
         self._pairs: dict[int, tuple[weakref.ref[Any], Pair]] = {}
         self._num_pipelines = 0
-        sequence = np.random.SeedSequence([*_words(seed), 0])
-        self._state = np.random.RandomState(np.random.MT19937(sequence))
+        self._state: np.random.RandomState | None = None
+        if role != "local":  # it takes as long as a small epoch
+            sequence = np.random.SeedSequence([*_words(seed), 0])
+            self._state = np.random.RandomState(np.random.MT19937(sequence))
 
     def pair(self, pipeline: Any) -> Pair | None:
         """The generators of a pipeline; None if it seeds itself."""
@@ -190,8 +192,8 @@ class WorkerStreams(RandomSource):
         return pair
 
     def state(self, randomizable: Any) -> np.random.RandomState | None:
-        """The RandomState that all transforms share."""
-        return None if self._role == "local" else self._state
+        """The RandomState that all transforms share; None in the consumer's own process."""
+        return self._state
 
 
 def local_streams(base_seed: int) -> WorkerStreams | None:
