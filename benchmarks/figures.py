@@ -144,7 +144,7 @@ def tables() -> str:
                 f"{machine['cores']} cores ({machine['cpu']}), {machine['gpu'] or 'no GPU'}, torch "
                 f"{machine['torch']}, Python {machine['python']}."
             ),
-            *(section(question) for question in results["questions"]),
+            *(section(question, results["commit"]) for question in results["questions"]),
             "",
         ]
     return "\n".join(
@@ -157,8 +157,13 @@ def tables() -> str:
     )
 
 
-def section(question: dict[str, Any]) -> str:
-    """One question in a line: its ratios, then its rows, unless there are many."""
+def section(question: dict[str, Any], commit: str) -> str:
+    """One question in a line: its ratios, then its rows, unless there are many.
+
+    Args:
+        question: As in the results file.
+        commit: That of the file.
+    """
     ratios = [f"{label} **{with_unit(one)}**" for label, one in question["ratios"].items()]
     ratios += [f"{label} cannot: {reason}" for label, reason in question.get("cannot", {}).items()]
     rows = {label: row for label, row in question.get("rows", {}).items() if "figures" in row}
@@ -168,6 +173,8 @@ def section(question: dict[str, Any]) -> str:
             f"{label} {digits(row['median'])} ({spread(row['figures'])})" for label, row in rows.items()
         ]
         parts.append(f"{question['unit']}: {'; '.join(figures)}")
+    if question.get("commit", commit) != commit:
+        parts.append(f"Commit {question['commit']}")
     return f"- **{question['title']}**: " + ". ".join(parts)
 
 

@@ -12,7 +12,7 @@ on the host, `(B, H, W, 3)`, which nobody reads. "In memory" is the contender's 
 process, or, for FFCV, WebDataset, LitData and MosaicML Streaming, their files in the page cache, which holds
 them before each run. A contender that cannot do a task has a row that says why.
 
-Command: python benchmarks/peers/run.py PHOTOS [--only TASK] [--contenders TEXT ...] [--runs 5] [--quick]
+Command: python benchmarks/peers/run.py PHOTOS [--only TASK ...] [--contenders TEXT ...] [--runs 5] [--quick]
     [--save]
 """
 
@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import TASKS, Job, Task  # noqa: E402 (it lies beside this file)
-from harness import Contender, report, save  # noqa: E402 (it lies in the folder above)
+from harness import RESULTS, Contender, commit, machine, report, save  # noqa: E402 (it lies above)
 
 BUILD = HERE.parents[1] / "build" / "peers"
 RUN_LIMIT_S = 600
@@ -289,7 +289,7 @@ def ratios(task: Task, able: list[Peer]) -> dict[str, tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("photos", type=Path, help="a folder of photographs, as `make photos` draws it")
-    parser.add_argument("--only", choices=[task.name for task in TASKS])
+    parser.add_argument("--only", nargs="+", choices=[task.name for task in TASKS], default=[])
     parser.add_argument(
         "--contenders", nargs="+", metavar="TEXT", help="those whose label contains one of these"
     )
@@ -301,12 +301,12 @@ def main() -> None:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write benchmarks/results/peers.json, or peers_TASK.json with --only",
+        help="write benchmarks/results/peers.json; with --only, its other tasks stay as they are",
     )
     args = parser.parse_args()
     if args.quick and args.save:
         parser.error("--quick only shows whether all contenders work: its figures are not saved")
-    tasks = [task for task in TASKS if args.only in (None, task.name)]
+    tasks = [task for task in TASKS if not args.only or task.name in args.only]
     runs, seconds = args.runs, args.seconds
     if args.quick:
         tasks = [fewer(task) for task in tasks]
@@ -315,8 +315,15 @@ def main() -> None:
     peers = [peer for peer in PEERS if any(text in peer.label.lower() for text in wanted)]
     answers = [question(task, peers, args.photos, runs, seconds) for task in tasks]
     if args.save:
-        only, name = (f" --only {args.only}", f"peers_{args.only}") if args.only else ("", "peers")
-        save(name, f"python benchmarks/peers/run.py PHOTOS{only} --runs {runs} --save", answers)
+        path = RESULTS / "peers.json"
+        found = {answer["title"]: answer | {"commit": commit()} for answer in answers}
+        if args.only and path.exists():
+            before = json.loads(path.read_text())
+            if before["machine"] != machine():
+                raise SystemExit(f"{path} has figures of another machine: run all tasks")
+            found = {old["title"]: {"commit": before["commit"]} | old for old in before["questions"]} | found
+        answers = [found[task.title] for task in TASKS if task.title in found]
+        save("peers", f"python benchmarks/peers/run.py PHOTOS --runs {runs} --save", answers)
 
 
 if __name__ == "__main__":
