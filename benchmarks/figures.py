@@ -27,8 +27,8 @@ SHOWN = {
         "fastload is faster."
     ),
     "zero_cost_fresh": (
-        "The same without workers, with each run of each loader in a process of its own: torch's loader, run "
-        "before, cannot teach malloc to keep memory."
+        "Some kinds without workers, with each run of each loader in a process of its own, as in a script: "
+        "what torch's loader frees before teaches malloc to keep memory, for both."
     ),
     "training": "Training steps per second of a small model on the same two cores.",
     "accuracy": (
