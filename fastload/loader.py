@@ -64,6 +64,11 @@ _KNOWN_CONTEXTS = (
 )
 
 
+def _is_number_of_workers(value: Any) -> bool:
+    """Whether torch's loader works with it: an int, NumPy's too, or 0.0."""
+    return value == 0 or hasattr(type(value), "__index__")
+
+
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
@@ -194,7 +199,7 @@ class DataLoader(LoaderSettings):
         # `__setattr__` refuses some names once its constructor has run, and subclasses have their own, so
         # what we set beside torch goes through vars(self).
         arguments = dict(locals())
-        if num_workers not in ("auto", 0) and not hasattr(type(num_workers), "__index__"):
+        if num_workers != "auto" and not _is_number_of_workers(num_workers):
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(
@@ -255,7 +260,7 @@ class DataLoader(LoaderSettings):
             if (type(value), value) != (type(old[name]), old[name]):
                 self._use_new(name)
         elif name == "num_workers":
-            if value != 0 and not hasattr(type(value), "__index__"):
+            if not _is_number_of_workers(value):
                 raise ValueError(
                     f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
                 )
@@ -267,9 +272,11 @@ class DataLoader(LoaderSettings):
         state = state_of(self)
         state.has_new_settings = True
         state.buffers = None  # their limit can be new
-        if name == "cache" and state.file_cache is not None:
-            state.file_cache.close()
-            state.file_cache = None
+        if name == "cache":
+            state.epochs_before_cache = recorder_of(self).copied_counts().num_epochs
+            if state.file_cache is not None:
+                state.file_cache.close()
+                state.file_cache = None
 
     @property
     def failed_samples(self) -> list[FailedSample]:

@@ -62,7 +62,8 @@ class LoaderState:
 
     # What `cache=` has opened; closed by close()
     file_cache: FileCache | None = None
-    cache_counts: tuple[int, int] | None = None  # hits and misses when the second epoch began
+    epochs_before_cache: int = 0  # that began before the present cache= was set
+    cache_counts: tuple[int, int] | None = None  # hits and misses when the second one after them began
 
     # rank_consistency.py: the key to compare with other ranks at the first epoch
     rank_key: str | None = None
@@ -145,14 +146,14 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
 
 
 def warn_of_few_hits(loader: Any) -> None:
-    """Warn when the third epoch begins if less than half of the files of the second one were remembered."""
+    """Warn when a cache's third epoch begins if less than half of the files of its second one were found."""
     state = state_of(loader)
-    if state.file_cache is None or recorder_of(loader).counts.num_epochs > 2:
+    if state.file_cache is None or recorder_of(loader).counts.num_epochs - state.epochs_before_cache > 2:
         return
     if state.file_cache.forecast is not None and state.file_cache.forecast.has_told:
         return
     counts = recorder_of(loader).copied_counts()
-    if counts.num_epochs < 2:
+    if counts.num_epochs - state.epochs_before_cache < 2:
         state.cache_counts = counts.cache_hits, counts.cache_misses
         return
     hits, misses = state.cache_counts or (0, 0)

@@ -326,6 +326,21 @@ def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: 
     loader.close()
 
 
+def test_a_cache_that_is_set_after_an_epoch_is_judged_by_its_own_second_one(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first epoch of the cache, which is not the first one of the loader, has no hits, and no warning."""
+    loader = fastload.DataLoader(Photos(folder), 4)
+    list(loader)
+    loader.cache = "ram"
+    with caplog.at_level(logging.WARNING, "fastload"):
+        for _ in range(4):
+            list(loader)
+    assert loader.stats().cache_hits
+    assert not [text for text in caplog.messages if "decoded again" in text]
+    loader.close()
+
+
 def test_few_hits_are_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If files keep changing, a warning after the second epoch says why they were decoded again."""
     loader = fastload.DataLoader(Photos(folder), 4, cache="ram")
