@@ -41,6 +41,8 @@ T = TypeVar("T")
 # From so many leaves of at most so many bytes on, those of each dtype are copied as one. Whoever keeps one of
 # them keeps them all, so they must be small.
 _MANY_LEAVES, _SMALL_BYTES = 16, 16 << 10
+# In the errors of torch and Triton about tensors on different devices.
+_OF_DEVICES = re.compile(r"same device|device type|expected device|torch\.\w+\.\w+Tensor|cpu tensor")
 
 
 @dataclass
@@ -356,20 +358,10 @@ def apply_transform(
         with outside_modes(device), torch.no_grad():
             return transform(batch)
     except Exception as error:
-        add_note(
-            error,
-            f"raised by {name}, which gets whole batches on {device}"
-            + "; the loader does not move a module's own tensors there" * _is_of_devices(error),
-        )
+        cause = "; the loader does not move a module's own tensors there"
+        place = f"raised by {name}, which gets whole batches on {device}"
+        add_note(error, place + cause if _OF_DEVICES.search(str(error)) else place)
         raise
-
-
-_OF_DEVICES = re.compile(r"same device|device type|expected device|torch\.\w+\.\w+Tensor|cpu tensor")
-
-
-def _is_of_devices(error: Exception) -> bool:
-    """Whether torch or Triton raised an error because tensors are on different devices."""
-    return _OF_DEVICES.search(str(error)) is not None
 
 
 @contextlib.contextmanager

@@ -112,17 +112,19 @@ def from_environment() -> None:
 
 def _report(pid: int) -> None:
     """Say how many loaders were replaced; a forked process leaves that to its parent."""
+    if os.getpid() != pid:
+        return
     number = state.num_replaced
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
-    if os.getpid() == pid and (number or (has_begun and not _is_child() and not _have_children_replaced())):
+    if number or (has_begun and not _is_child() and not _have_children_replaced()):
         state.say(f"replaced {number or 'no'} torch DataLoader{'s' * (number > 1)} in process {pid}")
-    if os.getpid() == pid and number and _is_child() and (path := _note()) is not None:
+    if number and _is_child() and (path := _note()) is not None:
         with contextlib.suppress(OSError), open(path, "ab") as note:
             note.write(b"1")
     stats = sys.modules.get("fastload.epochs.stats")
-    if os.getpid() == pid and stats is not None and (hits := stats.Recorder.all_hits):
+    if stats is not None and (hits := stats.Recorder.all_hits):
         state.say(f"the pixels of a file or sample came from a cache {hits:,} times in process {pid}")
-    if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
+    if state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
             "those under torch's loader; --no-seed-albumentations leaves them alone"
@@ -135,6 +137,7 @@ def _have_children_replaced() -> bool:
 
 
 def _note() -> str | None:
+    """The path of the memory file of the process that began the run; None if that process has ended."""
     settings = json.loads(os.environ.get(_SETTINGS, "{}"))
     path = f"/proc/{settings.get('pid')}/fd/{settings.get('note')}"
     with contextlib.suppress(OSError):

@@ -200,8 +200,12 @@ class BumpAllocator:
     def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A writable C-contiguous array in a new region; from the heap if it does not fit into the memory."""
         dtype = np.dtype(dtype)
-        offset = self.reserve(math.prod(shape) * dtype.itemsize)
+        offset = self._place(math.prod(shape) * dtype.itemsize)
         return np.empty(shape, dtype) if offset is None else np.ndarray(shape, dtype, self.lease, offset)
+
+    def _place(self, nbytes: int) -> int | None:
+        """The offset of a new array; None: on the heap."""
+        return self.reserve(nbytes)
 
     def end(self) -> None:
         """Drop this object's reference to the batch; views made from it keep it alive."""
@@ -238,11 +242,8 @@ class BufferPool(BumpAllocator):
                 self._buffers = [one for one in self._buffers if not self._peak.is_exceeded_by(one.nbytes)]
         super().begin(memory)
 
-    def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A writable C-contiguous array; a small one has memory of its own."""
-        dtype = np.dtype(dtype)
-        is_small = math.prod(shape) * dtype.itemsize <= SMALL_BYTES
-        return np.empty(shape, dtype) if is_small else super().array(shape, dtype)
+    def _place(self, nbytes: int) -> int | None:
+        return None if nbytes <= SMALL_BYTES else self.reserve(nbytes)
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""

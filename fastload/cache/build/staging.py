@@ -205,7 +205,7 @@ class StagingDirectory:
             raise self._taken()
         with writing(destination):
             if left_out:
-                self.write_report(left_out)
+                self._write_report(left_out, destination + REPORT)
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(destination + REPORT)  # the report of an older cache
