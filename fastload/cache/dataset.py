@@ -118,9 +118,7 @@ class CachedDataset(Dataset[Any]):
             any other URL (downloaded once per host; `fastload cache build` must have built it),
             `["ram", "lmdb:PATH"]` (samples read from the file are kept in RAM), or a cache object.
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
-            as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
-            every time.
+            memory, and decodes them on every access. None stores nothing, and reads the dataset every time.
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user

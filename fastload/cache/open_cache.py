@@ -29,7 +29,7 @@ import numpy as np
 from fastload.cache import pickled
 from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
-from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
+from fastload.cache.build.random_check import probe, read_unnoticed, readable
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
 from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.file_cache import listening
@@ -43,14 +43,14 @@ from fastload.cache.format.fingerprint import (
 )
 from fastload.cache.format.record import encode
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.format.undecoded import decode_images, decoded_nbytes, holds_images
+from fastload.cache.format.undecoded import decode_images, holds_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiered_cache import TieredCache, split_budget
+from fastload.cache.tiered_cache import NoCache, TieredCache
 from fastload.cache.transform import TransformCaller
 from fastload.errors import (
     CacheMismatchError,
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _COMPARED = 2  # samples of a shared cache, in each process that opens it
-_MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
@@ -83,7 +82,7 @@ class OpenedCache(NamedTuple):
     """A cache, and how a CachedDataset reads what it does not hold.
 
     Attributes:
-        cache: The cache, or tiers of caches.
+        cache: The cache.
         source: The dataset after its deterministic part; its samples are cached.
         holds_images: Whether samples can hold undecoded images.
         jpegs: The cache, if its images are jpegs, decoded on every access.
@@ -218,7 +217,7 @@ def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> 
 def open_cache(
     cache: str | SampleCache | Sequence[str | SampleCache] | None, request: CacheRequest
 ) -> OpenedCache:
-    """The requested cache, or tiers of caches.
+    """The requested cache.
 
     Raises:
         NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
@@ -234,7 +233,7 @@ def open_cache(
         if pre_transform is None:
             source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
-        return OpenedCache(TieredCache(len(dataset)), source, holds_images=pre_transform is None)
+        return OpenedCache(NoCache(len(dataset)), source, holds_images=pre_transform is None)
     samples = _Samples(request, source)
     if isinstance(cache, (list, tuple)):
         opened, samples = _open_tiers(samples, cache)
@@ -310,7 +309,7 @@ def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
 
 
 def _open_ram(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
-    return _ram_cache(samples, samples.request.max_memory, samples.shared_as), samples
+    return _ram_cache(samples, samples.shared_as), samples
 
 
 def _open_ram_encoded(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
@@ -338,69 +337,34 @@ _OPENERS: dict[str, Callable[[_Samples, str], tuple[SampleCache, _Samples]]] = {
     "ram-encoded": _open_ram_encoded,
     "lmdb:": _open_lmdb,
 }
-_USAGE = (
-    'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
-    "object"
-)
+_USAGE = 'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", None or a cache object'
 
 
 def _open_tiers(samples: _Samples, tiers: Sequence[Any]) -> tuple[SampleCache, _Samples]:
-    if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
+    if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] in ("ram", "ram-encoded"):
         raise ValueError(f"cache={tiers!r} is not a valid pair of caches: {_USAGE}")
-    if tiers[1] == "ram-encoded":
-        return _open_decoded_and_encoded(samples)
     backing, samples = _open_one(samples, tiers[1])
     shared_as = samples.shared_as
     if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
         # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
         shared_as = fingerprint_of(LMDBDataset(backing))
-    ram = _ram_cache(samples, samples.request.max_memory, shared_as)
-    return TieredCache(len(samples), [ram], backing), samples
-
-
-def _open_decoded_and_encoded(decoded: _Samples) -> tuple[SampleCache, _Samples]:
-    """The tiers of `["ram", "ram-encoded"]`."""
-    encoded = decoded.encoded('cache=["ram", "ram-encoded"]')
-    encoded.examine()
-    budgets: tuple[str | float, ...] = (decoded.request.max_memory,) * 2
-    if len(encoded):
-        sizes = []
-        for index in spread_indices(len(encoded), _MEASURED):
-            with contextlib.suppress(Exception):  # on_error is for samples that cannot be read
-                sample = read_unnoticed(encoded.source, index)
-                sizes.append((decoded_nbytes(sample), len(encode(sample))))
-        decoded_bytes, encoded_bytes = np.mean(sizes or [(1, 1)], axis=0).tolist()
-        max_bytes = budget_bytes(decoded.request.max_memory, is_shared=encoded.shared_as is not None)
-        budgets = split_budget(max_bytes, len(encoded), decoded_bytes, encoded_bytes)
-    for index, sample in list(encoded.examples.items()):
-        try:
-            decoded.examples[index] = decode_images(sample)
-        except Exception:  # noqa: BLE001 - as above: an image can be damaged behind its header
-            del encoded.examples[index]
-    decoded.is_examined = True
-    tiers = [
-        _ram_cache(samples, max_memory, samples.shared_as)
-        for samples, max_memory in zip((decoded, encoded), budgets, strict=True)
-    ]
-    for cache in tiers:
-        if isinstance(cache, SharedMemoryCache):
-            cache.expect_short()  # what does not fit into one of them can fit into the other
-    return TieredCache(len(encoded), tiers), encoded
+    return TieredCache(_ram_cache(samples, shared_as), backing), samples
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
 
 
-def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None) -> SampleCache:
+def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SampleCache:
+    max_memory = samples.request.max_memory
     reason = segment.why_unsupported()
     if reason is None:
         try:
-            return _shared_cache(samples, max_memory, shared_as)
+            return _shared_cache(samples, shared_as)
         except SharedMemoryError as error:
             reason = str(error)
     samples.examine()
     max_bytes = budget_bytes(max_memory, is_shared=False)
-    reserved_bytes = reserve_bytes(samples.request.max_memory)
+    reserved_bytes = reserve_bytes(max_memory)
     log.warning(
         "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
         'copy, of up to %s; cache="lmdb:PATH" is shared',
@@ -410,12 +374,11 @@ def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprin
     return PrivateCache(len(samples), max_bytes, reason, reserved_bytes)
 
 
-def _shared_cache(
-    samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None
-) -> SharedMemoryCache:
+def _shared_cache(samples: _Samples, shared_as: Fingerprint | None) -> SharedMemoryCache:
     """The cache that another process holds, or a new one."""
+    max_memory = samples.request.max_memory
     why = why_private(samples.request.dataset, samples.request.pre_transform)
-    reserved_bytes = reserve_bytes(samples.request.max_memory)
+    reserved_bytes = reserve_bytes(max_memory)
     if shared_as is not None:
         why = "the registry of shared caches cannot be used"
         try:
@@ -531,17 +494,14 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
         return
     figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
     if samples.examples and max_bytes is not None:
-        examples, tiers = (
-            samples.examples.values(),
-            cache.tiers if isinstance(cache, TieredCache) else [cache],
-        )
+        examples, ram = samples.examples.values(), cache.ram if isinstance(cache, TieredCache) else cache
         sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
         needed = f"about {readable_size(sample_bytes * num_samples)}"
-        fit = getattr(tiers[0], "capacity", None) if len(tiers) == 1 else None
+        fit = getattr(ram, "capacity", None)
         if fit is None:
             fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
         figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
-        is_own = not isinstance(tiers[0], SharedMemoryCache) or tiers[0].origin.pid == os.getpid()
+        is_own = not isinstance(ram, SharedMemoryCache) or ram.origin.pid == os.getpid()
         if is_own and samples.bytes_in_memory:
             log.warning(
                 "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
@@ -551,8 +511,8 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
             )
         if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
             shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
-            if isinstance(tiers[0], SharedMemoryCache):
-                tiers[0].expect_short()
+            if isinstance(ram, SharedMemoryCache):
+                ram.expect_short()
     log.info(
         "cache: %s layout, %s, at most %s; %s",
         cache.layout,

@@ -14,7 +14,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiered_cache import TieredCache
+from fastload.cache.tiered_cache import NoCache, TieredCache
 
 VERSION = 1
 _KINDS: dict[str, Any] = {
@@ -29,9 +29,9 @@ _KINDS: dict[str, Any] = {
 def plain_values(cache: Any) -> dict[str, Any]:
     """A cache, or the dataset of a finished one, as plain values; a cache of the user's class as it is."""
     if type(cache) is TieredCache:
-        tiers = [plain_values(tier) for tier in cache.tiers]
-        backing = None if cache.backing is None else plain_values(cache.backing)
-        return {"kind": "tiers", "num_samples": cache.num_samples, "tiers": tiers, "backing": backing}
+        return {"kind": "tiers", "ram": plain_values(cache.ram), "backing": plain_values(cache.backing)}
+    if type(cache) is NoCache:
+        return {"kind": "none", "num_samples": cache.num_samples}
     kind = next((kind for kind, cls in _KINDS.items() if type(cache) is cls), None)
     return {"kind": "object", "cache": cache} if kind is None else {"kind": kind, **cache.plain_values()}
 
@@ -41,6 +41,7 @@ def cache_of(values: dict[str, Any]) -> Any:
     values = dict(values)
     kind = values.pop("kind")
     if kind == "tiers":
-        backing = None if values["backing"] is None else cache_of(values["backing"])
-        return TieredCache(values["num_samples"], [*map(cache_of, values["tiers"])], backing)
+        return TieredCache(cache_of(values["ram"]), cache_of(values["backing"]))
+    if kind == "none":
+        return NoCache(**values)
     return values["cache"] if kind == "object" else _KINDS[kind].of_plain_values(values)

@@ -32,9 +32,7 @@ pytestmark = pytest.mark.usefixtures("registry_folder")
 
 NUM_IMAGES = 12
 SIDE = 32  # of the crops
-# About half of the decoded images.
-SMALL_BUDGET = 200_000
-BOTH = ["ram", "ram-encoded"]
+SMALL_BUDGET = "40000B"  # for half of the files
 CENTRE = A.Compose([A.CenterCrop(SIDE, SIDE)])
 
 
@@ -49,8 +47,8 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
         if not path.exists():
             build_lmdb(encoded_source(dataset), path, codec="source", num_workers=0).close()
         return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
-    cache = {"none": None, "both": BOTH, "part of both": BOTH}.get(name, name)
-    max_memory = f"{SMALL_BUDGET}B" if name == "part of both" else 1 << 24
+    cache = {"none": None, "part of the files": "ram-encoded"}.get(name, name)
+    max_memory = SMALL_BUDGET if name == "part of the files" else 1 << 24
     return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
 
 
@@ -78,8 +76,8 @@ WAYS: dict[str, dict[str, Any]] = {
     ("name", "way"),
     [
         *(("ram-encoded", way) for way in ("fork", "forkserver")),
-        *(("part of both", way) for way in ("threads", "fork", "torch's")),
-        *((name, "no workers") for name in ("ram", "both", "lmdb")),
+        *(("part of the files", way) for way in ("threads", "fork", "torch's")),
+        *((name, "no workers") for name in ("ram", "lmdb")),
         *(("none", "fork"), ("lmdb", "threads"), ("ram over lmdb", "fork")),
     ],
 )
@@ -100,8 +98,8 @@ def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, t
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        *(("alone", "ram"), ("tuple", "lmdb"), ("list", "ram-encoded"), ("namedtuple", "part of both")),
-        *(("dict", "none"), ("nested", "both"), ("nested", "lmdb"), ("dict", "ram-encoded")),
+        *(("alone", "ram"), ("tuple", "lmdb"), ("list", "ram-encoded"), ("namedtuple", "part of the files")),
+        *(("dict", "none"), ("nested", "ram-encoded"), ("nested", "lmdb"), ("dict", "ram-encoded")),
     ],
 )
 def test_samples_of_every_form(form: str, name: str, photos: Path, tmp_path: Path) -> None:
@@ -161,24 +159,14 @@ def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path,
             assert ds.cache_info().num_cached == NUM_IMAGES
             assert type(ds._view(5)[0]) is kind
             assert_same_samples(ds[5], folder[5])
-    both = CachedDataset(folder, cache_key=key, cache=BOTH)
-    assert_same_samples(both[5], folder[5])
 
 
-def test_a_part_is_kept_decoded(photos: Path) -> None:
-    """Files take about their own bytes; with a small budget some samples are decoded beside them."""
-    folder = ImageFolder(photos)
-    encoded = CachedDataset(folder, cache="ram-encoded", max_memory=1 << 24).fill(0, progress=False)
+def test_files_take_about_their_own_bytes(photos: Path) -> None:
+    """Instead of those of the decoded images."""
+    info = CachedDataset(ImageFolder(photos), cache="ram-encoded", max_memory=1 << 24).fill(0, progress=False)
     file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
-    ds = CachedDataset(folder, cache=BOTH, max_memory=f"{SMALL_BUDGET}B")
-    info = ds.fill(0, progress=False)
-    kinds = [type(ds._view(index)[0]) for index in range(NUM_IMAGES)]
-    assert info.num_cached == encoded.num_cached == NUM_IMAGES
-    assert file_bytes <= encoded.nbytes < 1.2 * file_bytes + 4096 * NUM_IMAGES
-    assert 0 < kinds.count(np.ndarray) < NUM_IMAGES
-    assert info.layout.endswith("over encoded")
-    assert info.max_bytes is not None
-    assert info.nbytes <= info.max_bytes <= SMALL_BUDGET
+    assert info.num_cached == NUM_IMAGES
+    assert file_bytes <= info.nbytes < 1.2 * file_bytes + 4096 * NUM_IMAGES
 
 
 def test_without_a_cache(tmp_path: Path) -> None:
@@ -220,9 +208,10 @@ def test_refusals(photos: Path, tmp_path: Path) -> None:
         (Files(photos, is_decoded=True), {}, r"return fastload\.EncodedImage"),
         (folder, {"decode": "quick"}, 'decode should be "exact" or "fast"'),
     ):
-        for cache in ("ram-encoded", BOTH):
-            with pytest.raises(ValueError, match=said):
-                CachedDataset(dataset, cache=cache, **options)
+        with pytest.raises(ValueError, match=said):
+            CachedDataset(dataset, cache="ram-encoded", **options)
+    with pytest.raises(ValueError, match=r'pass "ram", .*\["ram", "lmdb:PATH"\], "ram-encoded"'):
+        CachedDataset(folder, cache=["ram", "ram-encoded"])
     arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
     with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
         build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
@@ -247,9 +236,7 @@ def damaged(tmp_path: Path) -> Path:
     return folder.parent
 
 
-@pytest.mark.parametrize(
-    ("name", "num_workers"), [("ram", 0), ("ram-encoded", 2), ("none", 0), ("lmdb", 0), ("both", 2)]
-)
+@pytest.mark.parametrize(("name", "num_workers"), [("ram", 0), ("ram-encoded", 2), ("none", 0), ("lmdb", 0)])
 def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Path) -> None:
     """One raises ImageReadError with its path, each time; on_error="replace" puts another in its place."""
     ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)

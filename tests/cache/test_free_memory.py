@@ -19,7 +19,6 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.ram import arena
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.images.encoded import EncodedImage
 from fastload.memory import segment
 from fastload.system import budget
 from tests.cache.zoo import Images, Made
@@ -74,11 +73,6 @@ def uniform(index: int) -> Any:
 def ragged(index: int) -> Any:
     """An array of about 256 KB."""
     return np.full((256 << 10) - index % 7, index % 251, np.uint8), index
-
-
-def encoded(index: int) -> Any:
-    """An image file of 256 KB."""
-    return EncodedImage(np.random.RandomState(index).bytes(256 << 10)), index
 
 
 def assert_right(ds: CachedDataset, make: Callable[[int], Any]) -> None:
@@ -170,21 +164,6 @@ def test_all_processes_that_hold_a_cache_say_once_that_it_stopped(machine: Machi
             one.fill(num_workers=0, progress=False)
 
     assert sum("when memory becomes free" in message for message in caplog.messages) == 1
-
-
-def test_decoded_and_encoded_samples_leave_a_fifth_free_together(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both tiers of a dataset, beside those of another one that is filled first."""
-    monkeypatch.setattr(EncodedImage, "decode", lambda _: np.zeros((700, 1024), np.uint8))
-    monkeypatch.setattr("fastload.cache.open_cache.decoded_nbytes", lambda _: 700 << 10)
-    sets = [CachedDataset(Made(encoded, 120), cache=["ram", "ram-encoded"]) for _ in range(2)]
-    for ds in sets:
-        ds.fill(num_workers=0, progress=False)
-    stored_bytes = sum(ds.cache_info().nbytes for ds in sets)
-
-    assert sets[0].cache_info().num_cached > 100
-    assert 0.7 * machine.nbytes < stored_bytes < 0.82 * machine.nbytes
 
 
 def test_private_caches_of_processes_leave_the_same_free(

@@ -86,7 +86,7 @@ CACHES = ("none", "ram", "lmdb", "ram over lmdb")
 CASES = [(cache, source) for source in SOURCES for cache in CACHES] + [
     (cache, source)
     for source in ENCODED
-    for cache in ("ram-encoded", "ram over ram-encoded", "lmdb of files", "ram over lmdb of files")
+    for cache in ("ram-encoded", "lmdb of files", "ram over lmdb of files")
 ]
 
 
@@ -104,7 +104,7 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
             build_lmdb(encoded_source(source), path, codec="source", num_workers=0, progress=False)
         on_disk = ["ram", f"lmdb:{path}"] if name.startswith("ram over") else f"lmdb:{path}"
         in_memory: Any = {"none": None, "ram": "ram", "ram-encoded": "ram-encoded"}
-        cache = {**in_memory, "ram over ram-encoded": ["ram", "ram-encoded"]}.get(name, on_disk)
+        cache = in_memory.get(name, on_disk)
         if cache is on_disk and not path.exists():
             CachedDataset.build(source, path, num_workers=0, progress=False).close()
         dataset = CachedDataset(source, cache=cache, max_memory=1 << 24)

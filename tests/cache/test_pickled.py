@@ -190,7 +190,6 @@ def every_kind(folder: Path) -> dict[str, CachedDataset]:
         "namedtuples": CachedDataset(Everything(8)),
         "a pipeline": CachedDataset(photos, crop),
         "encoded": CachedDataset(photos, crop, cache="ram-encoded"),
-        "two tiers": CachedDataset(photos, crop, cache=["ram", "ram-encoded"]),
         "none": CachedDataset(photos, crop, cache=None),
         "file": CachedDataset(Images(8), cache=file),
         "file and ram": CachedDataset(Images(8), cache=["ram", file]),
