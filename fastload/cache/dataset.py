@@ -83,7 +83,7 @@ class CacheInfo:
         num_cached: Samples stored now; of a cache by file, the decoded files of all datasets.
         nbytes: Their size in bytes.
         max_bytes: The limit for `nbytes`; None for a finished file.
-        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, `"private"`, or `"files"` by file.
+        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, `"none"`, or `"files"` by file.
     """
 
     num_samples: int

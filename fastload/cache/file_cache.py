@@ -24,7 +24,7 @@ import numpy as np
 
 from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.ram.file_store import FileStore, SharedFileStore, open_store
+from fastload.cache.ram.file_store import SharedFileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
 from fastload.readers.front import NUM_EQUAL
@@ -182,7 +182,7 @@ class FileCache:
         forecast: How much of what the loader reads will be held, where its length is known.
     """
 
-    def __init__(self, store: FileStore | DiskFileStore, loader: int | None = None) -> None:
+    def __init__(self, store: SharedFileStore | DiskFileStore, loader: int | None = None) -> None:
         self.store = store
         self.forecast: Forecast | None = None
         self._loader = secrets.randbits(63) | 1 if loader is None else loader
@@ -346,7 +346,7 @@ class RememberedFiles(BaseCache):
         self._files.close()
 
 
-_stores: dict[str | float, FileStore | DiskFileStore] = {}  # by limit, or by place on disk
+_stores: dict[str | float, SharedFileStore | DiskFileStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 
 
@@ -363,7 +363,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     )
 
 
-def store_of_process(place: str | float) -> FileStore | DiskFileStore:
+def store_of_process(place: str | float) -> SharedFileStore | DiskFileStore:
     """The store with a limit, or on disk, as `check_cache` names it.
 
     This process holds it to its end: a cell that runs again finds its files.

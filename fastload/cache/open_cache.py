@@ -48,7 +48,6 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import NoCache, TieredCache
 from fastload.cache.transform import TransformCaller
@@ -233,7 +232,7 @@ def open_cache(
         if pre_transform is None:
             source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
-        return OpenedCache(NoCache(len(dataset)), source, holds_images=pre_transform is None)
+        return OpenedCache(NoCache(len(dataset), "of cache=None"), source, holds_images=pre_transform is None)
     samples = _Samples(request, source)
     if isinstance(cache, (list, tuple)):
         opened, samples = _open_tiers(samples, cache)
@@ -348,14 +347,15 @@ def _open_tiers(samples: _Samples, tiers: Sequence[Any]) -> tuple[SampleCache, _
     if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
         # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
         shared_as = fingerprint_of(LMDBDataset(backing))
-    return TieredCache(_ram_cache(samples, shared_as), backing), samples
+    ram = _ram_cache(samples, shared_as)
+    return (backing if isinstance(ram, NoCache) else TieredCache(ram, backing)), samples
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
 
 
-def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SampleCache:
-    max_memory = samples.request.max_memory
+def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SharedMemoryCache | NoCache:
+    """The cache that another process holds, or a new one; none, with a warning, without shared memory."""
     reason = segment.why_unsupported()
     if reason is None:
         try:
@@ -363,15 +363,9 @@ def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SampleCache:
         except SharedMemoryError as error:
             reason = str(error)
     samples.examine()
-    max_bytes = budget_bytes(max_memory, is_shared=False)
-    reserved_bytes = reserve_bytes(max_memory)
-    log.warning(
-        "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
-        'copy, of up to %s; cache="lmdb:PATH" is shared',
-        reason,
-        readable_size(max_bytes),
-    )
-    return PrivateCache(len(samples), max_bytes, reason, reserved_bytes)
+    reason = f"shared memory is not available: {reason}"
+    log.warning('cache: none in RAM, because %s. cache="lmdb:PATH" needs no shared memory', reason)
+    return NoCache(len(samples), reason)
 
 
 def _shared_cache(samples: _Samples, shared_as: Fingerprint | None) -> SharedMemoryCache:

@@ -12,14 +12,12 @@ from typing import Any
 from fastload.cache.file_cache import RememberedFiles
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import NoCache, TieredCache
 
 VERSION = 1
 _KINDS: dict[str, Any] = {
     "ram": SharedMemoryCache,
-    "private": PrivateCache,
     "lmdb": LMDBCache,
     "file": LMDBDataset,
     "files": RememberedFiles,
@@ -31,7 +29,7 @@ def plain_values(cache: Any) -> dict[str, Any]:
     if type(cache) is TieredCache:
         return {"kind": "tiers", "ram": plain_values(cache.ram), "backing": plain_values(cache.backing)}
     if type(cache) is NoCache:
-        return {"kind": "none", "num_samples": cache.num_samples}
+        return {"kind": "none", **vars(cache)}
     kind = next((kind for kind, cls in _KINDS.items() if type(cache) is cls), None)
     return {"kind": "object", "cache": cache} if kind is None else {"kind": kind, **cache.plain_values()}
 

@@ -1,4 +1,4 @@
-"""TieredCache: a cache in RAM in front of a finished cache. NoCache: what `cache=None` gives.
+"""TieredCache: a cache in RAM in front of a finished cache. NoCache: with `cache=None`, or no shared memory.
 
 A sample that is read from the finished cache is kept in RAM, if it fits.
 """
@@ -47,11 +47,6 @@ class TieredCache(BaseCache):
         return self.ram.max_bytes
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all processes see the samples that a worker process stores."""
-        return self.ram.is_shared
-
-    @property
     def layout(self) -> str:
         """How each cache stores samples, such as `"uniform over lmdb"`."""
         return f"{self.ram.layout} over {self.backing.layout}"
@@ -95,18 +90,19 @@ class NoCache(BaseCache):
 
     Args:
         num_samples: Number of samples of the dataset.
+        reason: Why, as a readable clause.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
     num_samples, num_cached, nbytes = 0, 0, 0
     layout = "none"
 
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, num_samples: int, reason: str) -> None:
+        self.num_samples, self.reason = num_samples, reason
 
     def explain(self) -> str:
         """Why there is no cache."""
-        return "no cache, because of cache=None: every access reads the dataset"
+        return f"no cache, because {self.reason}: every access reads the dataset"
 
     def __contains__(self, index: object) -> bool:
         return False

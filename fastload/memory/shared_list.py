@@ -23,7 +23,6 @@ from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, why_unsupported, with_limit
 from fastload.system.checks import check_iterable
 from fastload.system.humanize import readable_size
-from fastload.system.logs import say_once
 from fastload.system.notes import short_repr
 
 T = TypeVar("T")
@@ -43,15 +42,14 @@ class SharedList(Sequence[T]):
     The list holds anonymous shared memory, which is freed with the last list or slice in any process.
     multiprocessing (workers at their start, queues, pipes, pools) sends a handle of that memory. Any other
     pickle, as in a checkpoint, holds all records of the memory, so it can be loaded at any time and on any
-    host, into new shared memory. Systems without anonymous shared memory keep a copy in each process, with a
-    warning.
+    host, into new shared memory.
 
     Args:
         items: The records, read once and one at a time.
 
     Raises:
         TypeError: `items` is no iterable, or an item cannot be pickled; the message has its index.
-        SharedMemoryError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated, or this system has no anonymous shared memory.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
@@ -106,16 +104,13 @@ class _Records:
     """The memory of a list and of its slices, mapped in this process.
 
     Args:
-        memory: The segment, which this object owns from here on; or the bytes, if they are not shared.
+        memory: The segment, which this object owns from here on.
     """
 
-    def __init__(self, memory: Segment | bytearray) -> None:
+    def __init__(self, memory: Segment) -> None:
         self._memory = memory
-        if isinstance(memory, Segment):
-            weakref.finalize(self, memory.close).atexit = False
-            self._bytes = memoryview(memory.map(writable=False))
-        else:
-            self._bytes = memoryview(memory)
+        weakref.finalize(self, memory.close).atexit = False
+        self._bytes = memoryview(memory.map(writable=False))
         self.nbytes = len(self._bytes)
         self.num_items: int = self._bytes[-_OFFSET_BYTES:].cast("q")[0]
         self._offsets = self._bytes[-_OFFSET_BYTES * (self.num_items + 2) : -_OFFSET_BYTES].cast("q")
@@ -141,15 +136,11 @@ def _loaded(data: bytes) -> _Records:
     return _Records(_stored([data]))
 
 
-def _stored(chunks: Iterable[bytes]) -> Segment | bytearray:
+def _stored(chunks: Iterable[bytes]) -> Segment:
     """New memory with these bytes."""
     reason = why_unsupported()
     if reason is not None:
-        say_once(f"SharedList: each process keeps its own copy, because {reason}")
-        private = bytearray()
-        for chunk in chunks:
-            private += chunk
-        return private
+        raise SharedMemoryError(f"a SharedList needs shared memory, but {reason}: use a list instead")
     segment = Segment.create(0, name="fastload-list")
     nbytes = 0
     try:

@@ -63,7 +63,6 @@ METHODS = (
     ("fastload.cache.dataset", "CachedDataset", "gather", CACHE),
     ("fastload.cache.ram.shared", "SharedMemoryCache", "get", CACHE),
     ("fastload.cache.lmdb.lmdb_cache", "LMDBCache", "get", CACHE),
-    ("fastload.cache.ram.private", "PrivateCache", "get", CACHE),
     ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
     ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),

@@ -7,6 +7,7 @@ Without any of them, fastload works in a different way: docs/how-it-works.md has
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -33,6 +34,8 @@ def memfd(name: str) -> int:
     Raises:
         OSError: The system denies it.
     """
+    if (reason := why_no_memfd()) is not None:
+        raise OSError(errno.ENOSYS, reason)
     return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fastload.cache import file_cache
+from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.file_cache import FileCache, Forecast, RememberedFiles
 from fastload.cache.ram import file_store, file_table
 from fastload.cache.ram.file_store import SharedFileStore
+from fastload.memory import segment
 from fastload.readers.front import NUM_EQUAL
 from tests.cache.test_file_store import MB, array_of, key_of, put, right
+from tests.kit.datasets import Made
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 GB = 1 << 30
 pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
@@ -246,3 +251,14 @@ def test_arrays_are_those_of_the_store() -> None:
     stored = found.get(key_of(1))
     assert stored is not None
     assert np.array_equal(stored.array, array_of(1))
+
+
+def test_without_shared_memory_files_are_decoded_each_time(photos: Path, monkeypatch: Any) -> None:
+    """The samples are right, and nothing is held; filling ends."""
+    monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
+    monkeypatch.setattr(file_cache, "_stores", {})
+    paths = sorted(photos.rglob("*.jpg"))
+    source = Made(lambda index: np.asarray(Image.open(paths[index])), len(paths))
+    ds = CachedDataset(source, by="file")
+    assert ds.fill(0, progress=False) == CacheInfo(len(paths), 0, 0, 0, "files")
+    assert all(np.array_equal(ds[index], source[index]) for index in range(len(paths)))

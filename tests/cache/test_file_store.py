@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fastload.cache.ram import arena, file_store, file_table, registry
-from fastload.cache.ram.file_store import PrivateFileStore, SharedFileStore, open_store
+from fastload.cache.ram.file_store import SharedFileStore, open_store
 from fastload.memory import segment
 from fastload.system import budget
 from fastload.system.locks import flock_fd
@@ -46,12 +46,6 @@ def shared() -> SharedFileStore:
     return SharedFileStore(MB)
 
 
-def private() -> PrivateFileStore:
-    return PrivateFileStore(MB, "a test", 0)
-
-
-STORES = pytest.mark.parametrize("make", [shared, private])
-
 # --- what comes back --------------------------------------------------------------------------------------
 
 ARRAYS = {
@@ -75,12 +69,11 @@ ARRAYS = {
 NOTES = [None, ("RGB", {"dpi": (72.0, 72.0), "exif": b"\0\1"}, [True, 2**80, -1.5, "\udcff"]), "\0"]
 
 
-@STORES
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("note", NOTES)
-def test_an_array_comes_back_bit_for_bit(make: Any, name: str, note: Any) -> None:
+def test_an_array_comes_back_bit_for_bit(name: str, note: Any) -> None:
     """With its dtype, shape and order in memory, and the note; read-only, and nobody can make it writable."""
-    store, array = make(), ARRAYS[name]
+    store, array = shared(), ARRAYS[name]
     assert store.put(key_of(1), array, note)
     stored = store.get(key_of(1))
     assert (stored.array.dtype, stored.array.shape) == (array.dtype, array.shape)
@@ -105,32 +98,29 @@ ODD = {
 ODD_NOTES = [np.int64(3), (1, np.float32(2)), bytearray(b"x"), np.zeros(2), object(), {"a": [np.bool_(True)]}]
 
 
-@STORES
 @pytest.mark.parametrize("odd", [*ODD, *range(len(ODD_NOTES))])
-def test_what_would_not_come_back_as_it_is_is_not_stored(make: Any, odd: Any) -> None:
+def test_what_would_not_come_back_as_it_is_is_not_stored(odd: Any) -> None:
     """Arrays of objects and of fields, subclasses; notes that marshal would change, or refuses."""
-    store = make()
+    store = shared()
     array, note = (ODD[odd], None) if odd in ODD else (np.zeros(3), ODD_NOTES[odd])
     assert store.put(key_of(1), array, note) is False
     assert store.get(key_of(1)) is None
     assert store.num_files == 0
 
 
-@STORES
-def test_a_file_is_stored_once(make: Any) -> None:
+def test_a_file_is_stored_once() -> None:
     """What is there already counts as stored, and takes no more memory."""
-    store = make()
+    store = shared()
     first = store.put(key_of(1), array_of(1), 1)
     before = store.nbytes
     assert first
-    assert make is private or store.put(key_of(1), array_of(1), 1)
+    assert store.put(key_of(1), array_of(1), 1)
     assert (store.nbytes, store.num_files) == (before, 1)
 
 
-@STORES
-def test_files_are_stored_up_to_the_limit(make: Any) -> None:
+def test_files_are_stored_up_to_the_limit() -> None:
     """Then they are decoded; what is stored stays right."""
-    store = make()
+    store = shared()
     taken = put(store, range(300))
     assert 0.8 * MB < store.nbytes <= MB == store.max_bytes
     assert 80 < len(taken) < 130
@@ -139,10 +129,9 @@ def test_files_are_stored_up_to_the_limit(make: Any) -> None:
     assert f"{len(taken)} files" in store.explain()
 
 
-@STORES
-def test_arrays_outlive_the_store(make: Any) -> None:
+def test_arrays_outlive_the_store() -> None:
     """After close(), reads are misses and nothing is stored; arrays that were handed out have not changed."""
-    store = make()
+    store = shared()
     assert put(store, range(5)) == list(range(5))
     arrays = [store.get(key_of(number)).array for number in range(5)]
     store.close()
@@ -288,7 +277,6 @@ def test_a_pickle_that_outlives_the_process_is_the_store_of_the_machine(monkeypa
     again = pickle.loads(pickle.dumps(store))
     assert right(again, range(5)) == list(range(5))
     assert again.max_bytes == MB
-    assert type(pickle.loads(pickle.dumps(private()))) is PrivateFileStore
 
 
 def test_threads_read_and_store_at_once() -> None:
@@ -607,15 +595,21 @@ def test_without_a_registry_workers_share_the_tables_of_their_owner(monkeypatch:
     assert right(shared(), range(20)) == []
 
 
-def test_without_shared_memory_each_process_has_its_own(monkeypatch: Any, caplog: Any) -> None:
-    """With the same interface, and a warning."""
+def test_without_shared_memory_nothing_is_stored(monkeypatch: Any, caplog: Any) -> None:
+    """In a worker neither, and nothing is prepared for it; a warning says what works."""
     say_once.cache_clear()
     monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
     store = open_store(MB)
-    assert put(store, range(5)) == right(store, range(9)) == list(range(5))
     store.poll()
-    store.close()
-    assert "each process remembers files for itself: a test" in caplog.text
+    elsewhere = pickle.loads(pickle.dumps(store))
+    monkeypatch.setattr(segment, "is_for_child", lambda: True)
+    for each in (store, elsewhere, pickle.loads(pickle.dumps(store))):
+        assert not each.has_room(1)
+        assert put(each, range(5)) == right(each, range(5)) == []
+    assert (store.num_files, store.nbytes, store.max_bytes, store.is_owner) == (0, 0, 0, False)
+    assert 'shared memory is not available: a test. cache="lmdb:PATH"' in caplog.text
+    with pytest.raises(ValueError, match="not an amount"):
+        open_store("much")
 
 
 @pytest.mark.parametrize("name", ["write", "publish"])

@@ -17,9 +17,7 @@ import pytest
 
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.ram import arena
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.memory import segment
 from fastload.system import budget
 from tests.cache.zoo import Images, Made
 from tests.kit.faults import limited, mapped_bytes
@@ -59,7 +57,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     for name in ("available_bytes", "unused_bytes"):
         monkeypatch.setattr(arena, name, machine.free_bytes)
-    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", machine.free_bytes)
     monkeypatch.setattr(budget, "_CHECK_EVERY_S", 0.0)
     monkeypatch.setattr(arena, "_CREDIT_BYTES", 0)
     return machine
@@ -164,27 +161,6 @@ def test_all_processes_that_hold_a_cache_say_once_that_it_stopped(machine: Machi
             one.fill(num_workers=0, progress=False)
 
     assert sum("when memory becomes free" in message for message in caplog.messages) == 1
-
-
-def test_private_caches_of_processes_leave_the_same_free(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """Without shared memory, and also after they were pickled for a worker."""
-    monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
-    ds = CachedDataset(Made(uniform, 100))
-    cache: Any = ds.cache
-    other = pickle.loads(pickle.dumps(ds))
-    machine.others_bytes = int(0.75 * machine.nbytes)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING, "fastload"):
-        other[0], other[1]
-        machine.others_bytes = int(0.81 * machine.nbytes)
-        other[2]
-    (line,) = caplog.messages
-
-    assert isinstance(cache, PrivateCache)
-    assert other.cache_info().num_cached == 2
-    assert "it holds 2 of 100 samples" in line
 
 
 def test_a_cache_that_has_taken_the_address_space_can_still_fill_it() -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import resource
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -23,12 +22,11 @@ from hypothesis import strategies as st
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.record import encode
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.arena import TABLE_AT
 from fastload.cache.ram.layout import Layout, Origin
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.tiered_cache import NoCache
 from fastload.errors import CacheError, SharedMemoryError
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -93,12 +91,12 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatc
     [
         (resource.RLIMIT_FSIZE, 8 * MB, True, True, []),
         (resource.RLIMIT_FSIZE, TABLE_AT + 200_000, True, False, ["RLIMIT_FSIZE is 1,248,576", "segment of"]),
-        (resource.RLIMIT_FSIZE, 4096, False, True, ["RLIMIT_FSIZE is 4,096", "1.0 GB"]),
-        (resource.RLIMIT_NOFILE, 3, False, True, ["RLIMIT_NOFILE is 3"]),
+        (resource.RLIMIT_FSIZE, 4096, False, False, ["RLIMIT_FSIZE is 4,096", "lmdb:PATH"]),
+        (resource.RLIMIT_NOFILE, 3, False, False, ["RLIMIT_NOFILE is 3", "lmdb:PATH"]),
         (resource.RLIMIT_AS, 200 * MB, True, True, []),
     ],
 )
-def test_limits_make_a_cache_smaller_or_private(
+def test_limits_make_a_cache_smaller_or_leave_none(
     kind: Any, limit: int, allowed: int, is_shared: bool, is_whole: bool, said: list[str], caplog: Any
 ) -> None:
     """It holds as much as the limit grants; one warning names sizes and limit, and no sample is wrong."""
@@ -109,8 +107,8 @@ def test_limits_make_a_cache_smaller_or_private(
         assert_right(ds, dataset)
 
     info = ds.cache_info()
-    assert isinstance(ds.cache, SharedMemoryCache if is_shared else PrivateCache)
-    assert 3 < info.num_cached <= 200
+    assert isinstance(ds.cache, SharedMemoryCache if is_shared else NoCache)
+    assert (3 < info.num_cached <= 200) == is_shared
     assert (info.num_cached == 200) == is_whole
     if is_shared:
         assert os.fstat(ds.cache._fd).st_size <= allowed
@@ -142,39 +140,6 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     assert ds.cache_info().num_cached == 3
 
 
-def test_private_caches_leave_memory_free(monkeypatch: Any, caplog: Any) -> None:
-    """Each worker has one, and their budgets together may be more than the machine has: they stop before."""
-    readings = iter([24 * MB + 20_000])
-    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: next(readings, 24 * MB))
-    monkeypatch.setattr("fastload.system.budget._MIN_GROWTH_BYTES", 10_000)
-    dataset = Images(20)
-    ds = CachedDataset(dataset, cache=PrivateCache(20, 100 * MB, "a test", 24 * MB))
-    with caplog.at_level(logging.WARNING, "fastload"):
-        assert_right(ds, dataset)
-    assert 3 < ds.cache_info().num_cached < 20
-    (line,) = caplog.messages
-    assert "stores more only when memory becomes free" in line
-    assert "25.2 MB" in line
-
-
-def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any) -> None:
-    """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
-    monkeypatch.setattr("fastload.system.budget._CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
-    cache = PrivateCache(800, MB, "a test")
-    begin = threading.Barrier(4)
-
-    def fill(first: int) -> None:
-        begin.wait()
-        for index in range(first, 800, 4):
-            cache.put(index, index)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(fill, range(4)))
-    assert cache.num_cached == 800
-    assert cache.nbytes == sum(len(encode(index)) for index in range(800))
-
-
 def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:
     """A segment that cannot be written to is closed, and the error says what was tried."""
     monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")))
@@ -182,7 +147,7 @@ def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> 
         SharedMemoryCache(4, [1], max_memory=MB)
 
 
-def test_without_locks_samples_of_several_sizes_are_cached_privately(monkeypatch: Any, caplog: Any) -> None:
+def test_without_locks_samples_of_several_sizes_are_not_cached(monkeypatch: Any, caplog: Any) -> None:
     """Shared space cannot be claimed, with one warning; rows of one size need no lock."""
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(38, "Function not implemented")))
     mixed, ragged = MixedImages(30), RaggedImages(30)
@@ -190,14 +155,13 @@ def test_without_locks_samples_of_several_sizes_are_cached_privately(monkeypatch
     assert_right(shared, mixed)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fastload"):
-        private = CachedDataset(ragged, max_memory=MB)
-        assert_right(private, ragged)
+        uncached = CachedDataset(ragged, max_memory=MB)
+        assert_right(uncached, ragged)
 
     odd = [index for index in range(30) if mixed.sample(index)[0].shape != (32, 24, 3)]
     assert isinstance(shared.cache, SharedMemoryCache)
     assert shared.cache.missing().tolist() == odd
-    assert isinstance(private.cache, PrivateCache)
-    assert private.cache_info().num_cached == 30
+    assert isinstance(uncached.cache, NoCache)
     assert ["Function not implemented" in text for text in caplog.messages] == [True]
 
 

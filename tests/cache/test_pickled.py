@@ -19,7 +19,6 @@ from PIL import Image
 import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.ram import registry
-from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError
 from tests.cache.build_zoo import exit_codes
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
@@ -195,7 +194,6 @@ def every_kind(folder: Path) -> dict[str, CachedDataset]:
         "file and ram": CachedDataset(Images(8), cache=["ram", file]),
         "from file": CachedDataset.from_cache(folder / "cache"),
         "from file, ram": CachedDataset.from_cache(folder / "cache", ram=True),
-        "private": CachedDataset(Images(8), cache=PrivateCache(8, 1 << 20, "a test")),
     }
     for ds in kinds.values():
         assert ds[1] is not None

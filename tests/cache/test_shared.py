@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 
 from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
-from tests.cache.contract import CacheContract, SharedContract
+from tests.cache.contract import SharedContract
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
@@ -72,15 +71,6 @@ class TestSharedMemoryCache(SharedContract):
 
     def make(self, dataset: Images, tmp_path: Any) -> SharedMemoryCache:
         return filled(dataset)
-
-
-class TestPrivateCache(CacheContract):
-    """The contract, in a process's own memory."""
-
-    def make(self, dataset: Images, tmp_path: Any) -> PrivateCache:
-        cache = PrivateCache(len(dataset), MB, "a test")
-        put_all(cache, dataset)
-        return cache
 
 
 def tiny(index: int) -> Any:

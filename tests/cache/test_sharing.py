@@ -535,13 +535,14 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     assert 0 < there.cache_info().nbytes <= limit
 
 
-def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(monkeypatch: Any) -> None:
-    """No sample is lost."""
+def test_a_machine_without_shared_memory_reads_the_dataset(monkeypatch: Any, caplog: Any) -> None:
+    """With a warning; no sample is lost."""
     text = from_elsewhere(CachedDataset(Images(8)))
     monkeypatch.setattr(Layout, "create_segment", mock.Mock(side_effect=SharedMemoryError("denied")))
     there = pickle.loads(text)
-    assert there.cache_info().layout == "private"
-    assert_same_samples(there[3], Images(8)[3])
+    assert "cache: none, because shared memory is not available: denied" in caplog.text
+    assert_same_samples([there[3], pickle.loads(pickle.dumps(there))[3]], [Images(8)[3]] * 2)
+    assert there.cache_info().num_cached == 0
 
 
 def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -> None:

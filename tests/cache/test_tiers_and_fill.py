@@ -22,10 +22,8 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.ram.private import PrivateCache
 from fastload.cache.tiered_cache import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
-from fastload.memory import segment
 from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
@@ -44,13 +42,12 @@ def console_of(monkeypatch: Any, **options: Any) -> io.StringIO:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "is_shared"), [(Images, True), (MixedImages, True), (Images, False)])
-def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tmp_path: Any) -> None:
-    """Every sample is then cached and right; a cache that workers cannot share is filled in this process."""
+@pytest.mark.parametrize("kind", [Images, MixedImages])
+def test_fill_with_workers_reads_each_sample_once(kind: Any, tmp_path: Any) -> None:
+    """Every sample is then cached and right."""
     max_again = 10 if kind is not Images else 0  # what found the lock on ragged space held for long
     dataset = kind(200, log=tmp_path / "reads")
-    cache: Any = "ram" if is_shared else PrivateCache(200, 1 << 20, "a test")
-    ds = CachedDataset(dataset, cache=cache, max_memory=64 << 20)
+    ds = CachedDataset(dataset, max_memory=64 << 20)
     info = ds.fill(2, progress=False)
     reads = sum(dataset.reads)
     for index in range(200):
@@ -58,7 +55,7 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
     assert info.num_cached == 200
     assert 202 <= reads <= 202 + max_again
     assert sum(dataset.reads) == reads
-    assert (sum(dataset._own_reads) > 5) != is_shared
+    assert sum(dataset._own_reads) <= 5
 
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
@@ -72,14 +69,12 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "cache", "num_workers"),
-    [(Images, "ram", 0), (RaggedImages, "ram", 2), (Images, "lmdb", 2), (Images, "private", 2)],
+    [(Images, "ram", 0), (RaggedImages, "ram", 2), (Images, "lmdb", 2)],
 )
 def test_a_budget_that_is_too_small_is_one_warning(
     kind: Any, cache: str, num_workers: int, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """As soon as it is known; not once for each worker, nor for each epoch."""
-    if cache == "private":
-        monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
     handler = logging.FileHandler(tmp_path / "log")  # forked workers append to it, too
     handler.setLevel(logging.WARNING)
     monkeypatch.setattr(logging.getLogger("fastload"), "handlers", [handler])

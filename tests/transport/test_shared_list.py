@@ -6,7 +6,6 @@ import contextlib
 import copy
 import errno
 import io
-import logging
 import multiprocessing
 import os
 import pickle
@@ -27,9 +26,8 @@ from hypothesis import strategies as st
 import fastload
 from fastload import SharedList
 from fastload.errors import SharedMemoryError
-from fastload.memory import segment, shared_list
+from fastload.memory import shared_list
 from fastload.memory.segment import Segment
-from fastload.system.logs import say_once
 from tests.kit import datasets
 from tests.kit.faults import limited
 
@@ -303,29 +301,8 @@ def test_copies_share_the_memory() -> None:
         assert count_maps(inode_of(shared)) == 1
 
 
-@pytest.fixture
-def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A system whose memfd_create is refused."""
-
-    def refuse(*_: Any) -> Any:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    for answer in (segment.why_unsupported, say_once):
-        answer.cache_clear()
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    yield
-    segment.why_unsupported.cache_clear()
-
-
-@pytest.mark.usefixtures("without_segments")
-@pytest.mark.parametrize("items", [RECORDS, []])
-def test_without_shared_memory_there_are_copies(items: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """All else is the same; the log has one line with the reason."""
-    with caplog.at_level(logging.WARNING, logger="fastload"):
-        shared, other = SharedList(items), SharedList(items)
-    moved = pickle.loads(pickle.dumps(shared[1::2]))
-
-    assert list(shared) == list(other) == items
-    assert list(moved) == items[1::2]
-    (line,) = caplog.messages
-    assert re.match(r"SharedList: each process keeps its own copy, because this system denies .*", line)
+def test_without_shared_memory_there_is_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the system's reason, and what to use."""
+    monkeypatch.setattr(shared_list, "why_unsupported", lambda: "this system denies it")
+    with pytest.raises(SharedMemoryError, match="but this system denies it: use a list instead"):
+        SharedList(RECORDS)

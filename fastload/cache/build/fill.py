@@ -126,7 +126,7 @@ def _read(
 
     `leave_out` is called with samples that cannot be read; None to raise their error.
     """
-    num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
+    num_processes = processes.choose_workers(num_workers, len(indices))
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = processes.run(_Chunks(dataset, chunks, leave_out is not None), len(chunks), num_processes)

@@ -37,10 +37,6 @@ class SampleCache(Protocol):
         """Maximum size in bytes; None if it has no limit."""
 
     @property
-    def is_shared(self) -> bool:
-        """Whether all processes see the samples that a worker process stores."""
-
-    @property
     def layout(self) -> str:
         """How samples are stored, in one word."""
 
@@ -81,11 +77,6 @@ class BaseCache(SampleCache):
     def max_bytes(self) -> int | None:
         """None: the cache has no limit."""
         return None
-
-    @property
-    def is_shared(self) -> bool:
-        """Yes: all processes see the same samples."""
-        return True
 
     def __copy__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""Caches in RAM: shared memory that other processes can find, what lies in it, and private fallbacks.
+"""Caches in RAM: shared memory that other processes can find, and what lies in it.
 
 Read in this order: `arena` (a segment, and the space in it), `registry` (how processes find it). Two caches
-build on them. Samples by index: `layout` (where samples lie in a segment), `shared` (the cache), `private`
-(the fallback). Decoded files by key: `file_table` (files in a segment), `file_store` (all tables of a user).
+build on them. Samples by index: `layout` (where samples lie in a segment), `shared` (the cache). Decoded
+files by key: `file_table` (files in a segment), `file_store` (all tables of a user).
 """

@@ -75,19 +75,6 @@ def reserve_bytes(max_memory: str | float) -> int:
     return int(available_bytes() * (1 - AUTO_SHARE if max_memory == "auto" else _MIN_RESERVE_SHARE))
 
 
-def log_stopped(num_cached: int, num_samples: int, nbytes: int, free_bytes: int) -> None:
-    """Warn that a cache stores no more samples, because the machine has too little free memory."""
-    log.warning(
-        "cache: it holds %s of %s samples in %s, and stores more only when memory becomes free: %s are free, "
-        "and it leaves them to the model, the workers and other caches. The other samples are read again on "
-        "every access",
-        f"{num_cached:,}",
-        f"{num_samples:,}",
-        readable_size(nbytes),
-        readable_size(free_bytes),
-    )
-
-
 # --- segments --------------------------------------------------------------------------------------------
 
 

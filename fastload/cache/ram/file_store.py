@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import select
 import signal
@@ -33,11 +32,10 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import budget_bytes, reserve_bytes
+from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.file_table import (
     FileTable,
     Record,
-    decode,
     encode,
     home_and_tag,
     table_bytes_for,
@@ -45,7 +43,7 @@ from fastload.cache.ram.file_table import (
 )
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
-from fastload.system.budget import GrowthCheck, available_bytes, parse_memory, unused_bytes
+from fastload.system.budget import available_bytes, parse_memory, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
@@ -191,7 +189,8 @@ class SharedFileStore:
     def has_room(self, nbytes: int) -> bool:
         """Whether it is worth preparing an array of this size: nothing as small was refused a moment ago."""
         refused_bytes, refused_s = self._refused
-        return nbytes < refused_bytes or time.monotonic() > refused_s + _REFUSE_S
+        is_worth_it = nbytes < refused_bytes or time.monotonic() > refused_s + _REFUSE_S
+        return is_worth_it and not self._is_closed
 
     def _append(self, record: Record) -> bool:
         tables = self._tables
@@ -395,86 +394,18 @@ class SharedFileStore:
 def _unpickle(
     segments: list[Segment], max_memory: str | float, name: str, limits: tuple[int, int, int, int]
 ) -> SharedFileStore:
-    """The store in a worker process."""
+    """The store in a worker process; closed if its limit is 0, because the system has no shared memory."""
     store = SharedFileStore.__new__(SharedFileStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._user = limits
     store._tables = tuple(FileTable(each) for each in segments if each.fd >= 0)
+    if not store.max_bytes:
+        store.close()
     return store
 
 
-# --- without shared memory -------------------------------------------------------------------------------
-
-
-class PrivateFileStore:
-    """A store in this process's own memory, for systems without anonymous shared memory.
-
-    It pickles as an empty store of the same size limit, so each worker fills its own.
-
-    Args:
-        max_bytes: The limit for one process.
-        reason: Why the store is not shared, as a readable clause.
-        reserved_bytes: Memory of the machine that it leaves free while it grows.
-    """
-
-    def __init__(self, max_bytes: int, reason: str, reserved_bytes: int) -> None:
-        self.max_bytes, self.reason, self.reserved_bytes = max_bytes, reason, reserved_bytes
-        self.nbytes = 0
-        self._records: dict[bytes, bytes] = {}
-        self._growth = GrowthCheck(available_bytes)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PrivateFileStore, (self.max_bytes, self.reason, self.reserved_bytes)
-
-    @property
-    def num_files(self) -> int:
-        """How many files this process stores now."""
-        return len(self._records)
-
-    def explain(self) -> str:
-        """What the store holds, and why it is private."""
-        return f"private memory, {self.num_files:,} files in {readable_size(self.nbytes)}: {self.reason}"
-
-    def get(self, key: bytes) -> Stored | None:
-        """What is stored under a key of 16 bytes, if anything; its array is read-only."""
-        record = self._records.get(key)
-        return None if record is None else decode(record, 0, key)
-
-    def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
-        """Store an array and a note of plain values; False if there is no room, or they are not plain."""
-        record = encode(key, array, note)
-        if record is None or self.nbytes + record.nbytes > self.max_bytes:
-            return False
-        if not self._growth.allows(self.nbytes, record.nbytes, self.reserved_bytes):
-            return False
-        # Threads share it: one that stores the same key at the same time counts twice.
-        self._records[key] = b"".join(record.buffers)
-        self.nbytes += record.nbytes
-        return True
-
-    is_owner = False
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether the limit allows so much more."""
-        return self.nbytes + nbytes <= self.max_bytes
-
-    def poll(self) -> None:
-        """Does nothing."""
-
-    def forget(self) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Forget all files; arrays that were handed out stay valid."""
-        self._records.clear()
-        self.nbytes = self.max_bytes = 0
-
-
-FileStore = SharedFileStore | PrivateFileStore
-
-
-def open_store(max_memory: str | float = "auto") -> FileStore:
-    """The store of this user, machine and container; a private one, with a warning, without shared memory.
+def open_store(max_memory: str | float = "auto") -> SharedFileStore:
+    """The store of this user, machine and container; without shared memory, a store that holds nothing.
 
     Raises:
         ValueError: `parse_memory` does not accept `max_memory`.
@@ -485,8 +416,12 @@ def open_store(max_memory: str | float = "auto") -> FileStore:
             return SharedFileStore(max_memory)
         except SharedMemoryError as error:
             reason = str(error)
-    say_once(f"cache: each process remembers files for itself: {reason}", logging.WARNING)
-    return PrivateFileStore(budget_bytes(max_memory, is_shared=False), reason, reserve_bytes(max_memory))
+    parse_memory(max_memory)
+    say_once(
+        f"cache: decoded files are not kept in memory, because shared memory is not available: {reason}. "
+        'cache="lmdb:PATH" keeps them on disk'
+    )
+    return _unpickle([], max_memory, "", (0, 0, 0, 0))
 
 
 # --- for the command line --------------------------------------------------------------------------------
@@ -532,9 +467,9 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
     Raises:
         SharedMemoryError: This system has no memory that processes share, or they could not find it.
     """
-    store = open_store(_MIN_TABLE_BYTES)
-    if isinstance(store, PrivateFileStore) or registry.changed_ns() is None:
+    if segment.why_unsupported() is not None or registry.changed_ns() is None:
         raise SharedMemoryError("processes share no memory here that others could find later")
+    store = SharedFileStore(_MIN_TABLE_BYTES)
     started_s = now_s = time.monotonic()
     with _signals_as_bytes({signal.SIGINT, signal.SIGTERM}) as came, contextlib.closing(store):
         log_start(store.num_files, store.nbytes)

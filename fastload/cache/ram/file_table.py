@@ -119,7 +119,7 @@ def encode(key: bytes, array: npt.NDArray[Any], note: Any) -> Record | None:
     return Record(key, *home_and_tag(key), (start, pixels), nbytes)
 
 
-def decode(memory: memoryview | bytes, offset: int, key: bytes) -> Stored | None:
+def decode(memory: memoryview, offset: int, key: bytes) -> Stored | None:
     """What the record at an offset holds, as views of the memory; None if it is not the record of the key."""
     stored_key, length = _HEAD.unpack_from(memory, offset)
     if stored_key != key:

@@ -34,9 +34,8 @@ from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, log_stopped, reserve_bytes
+from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, reserve_bytes
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
-from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_child, is_for_other_machines, round_up
 from fastload.nested.spec import flatten
@@ -320,7 +319,15 @@ class SharedMemoryCache(BaseCache):
         return arena.claim(advance, lambda: log_short(self.max_bytes, self.num_cached, self.num_samples))
 
     def _warn_stopped(self, free_bytes: int) -> None:
-        log_stopped(self.num_cached, self.num_samples, self.nbytes, free_bytes)
+        log.warning(
+            "cache: it holds %s of %s samples in %s, and stores more only when memory becomes free: %s are "
+            "free, and it leaves them to the model, the workers and other caches. The other samples are read "
+            "again on every access",
+            f"{self.num_cached:,}",
+            f"{self.num_samples:,}",
+            readable_size(self.nbytes),
+            readable_size(free_bytes),
+        )
 
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
@@ -350,8 +357,10 @@ def _unpickle(segment: Segment, layout: Layout) -> SharedMemoryCache:
     return cache
 
 
-def _unpickle_anywhere(entry: Entry | None, layout: Layout, fingerprint: Fingerprint | None) -> SampleCache:
-    """The same cache if this process can reach it, else an empty one; never raises because memory is missing.
+def _unpickle_anywhere(
+    entry: Entry | None, layout: Layout, fingerprint: Fingerprint | None
+) -> SharedMemoryCache:
+    """The same cache if this process can reach it, else an empty one; a closed one without shared memory.
 
     Args:
         entry: The cache in the process that pickled it; None if it was closed.
@@ -378,8 +387,13 @@ def _unpickle_anywhere(entry: Entry | None, layout: Layout, fingerprint: Fingerp
         log.warning("cache: not shared with other processes: %s", str(error))
         return _unpickle_anywhere(None, layout, None)
     except SharedMemoryError as error:
-        log.warning("cache: each worker of this machine keeps its own: %s", str(error))
-        return PrivateCache(layout.num_samples, max_bytes, str(error), reserve_bytes("auto"))
+        log.warning(
+            "cache: none, because shared memory is not available: %s. Every access reads the dataset",
+            str(error),
+        )
+        cache = _unpickle(Segment(-1, 0), layout)
+        cache.reason = f"not available: {error}"
+        return cache
 
 
 def _empty(layout: Layout, max_bytes: int, fingerprint: Fingerprint | None) -> SharedMemoryCache:
