@@ -2,8 +2,8 @@
 
 Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram`, `lmdb` and
 `disk` (the caches, which know nothing of each other), `build` (reads samples to fill and to build them); then
-`dataset` (the user's object), `open_cache` (chooses and opens a cache), `pickled` (for checkpoints),
-`tiered_cache`, `transform` and `file_cache` (what is cached by file instead of by sample).
+`dataset` (the user's object), `open_cache` (chooses and opens a cache), `tiered_cache`, `transform` and
+`file_cache` (what is cached by file instead of by sample).
 """
 
 from typing import TYPE_CHECKING
@@ -19,9 +19,8 @@ else:
     __getattr__, __dir__, __all__ = _public_names(
         "fastload.cache",
         {
-            "dataset": ("CachedDataset", "CacheInfo", "load_dataset"),
+            "dataset": ("CachedDataset", "CacheInfo"),
             "lmdb.lmdb_cache": ("LMDBCache",),
             "ram.shared": ("SharedMemoryCache",),
         },
-        unlisted=("load_dataset",),
     )

@@ -1,8 +1,8 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
-method. It pickles as handles, so all workers read and fill one cache. Other pickles, such as checkpoints, are
-plain values (see `pickled`): loaded from one, it begins with an empty cache in RAM. Rules:
+method. It pickles as handles, so all workers read and fill one cache. Loaded from a checkpoint, it begins
+with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
    the cache. A sample that draws random numbers is not stored.
@@ -14,7 +14,6 @@ plain values (see `pickled`): loaded from one, it begins with an empty cache in 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import operator
@@ -32,7 +31,6 @@ from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
-from fastload.memory.segment import is_for_child, is_for_other_machines
 from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
@@ -43,12 +41,9 @@ from fastload.system.notes import add_note, suggest_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Self, SupportsIndex
 
     from fastload.batch.source import Allocate, BatchSource
-    from fastload.cache.file_cache import RememberedFiles
     from fastload.cache.format.sample_cache import SampleCache
-    from fastload.cache.open_cache import OpenedCache
 
 # Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
 # fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong
@@ -64,14 +59,6 @@ _NOT_FORWARDED = frozenset(
 
 # The attributes that decide which samples are stored.
 _DECIDED = frozenset({"cache", "cache_key", "dataset", "pre_transform"})
-_DESCRIBED = "fastload.cache"  # in the state of a pickle that outlives this process
-# The attributes that such a state describes in its own way, and those that are made again from the rest.
-_MADE_AGAIN = frozenset(
-    {
-        *("cache", "_caller", "_files", "_has_warned", "_holds_images", "_jpegs"),
-        *("_num_samples", "_source", "_stores", "_watch"),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -214,14 +201,9 @@ class CachedDataset(Dataset[Any]):
         except FilesSeenError:
             files = RememberedFiles(len(dataset), max_memory, cast("str", cache))
             opened = OpenedCache(files, dataset, holds_images=False)
-        self._hold(opened, stores=cache is not None)
-
-    def _hold(self, opened: OpenedCache, *, stores: bool) -> None:
-        from fastload.cache.file_cache import RememberedFiles  # here: as above
-
         self.cache, self._source, self._holds_images, self._jpegs = opened
-        self._files: RememberedFiles | None = self.cache if isinstance(self.cache, RememberedFiles) else None
-        self._stores = stores and self._files is None
+        self._files = self.cache if isinstance(self.cache, RememberedFiles) else None
+        self._stores = cache is not None and self._files is None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
         self._watch = DrawWatch(self._source) if is_watched else None
         self._has_warned = False
@@ -318,53 +300,9 @@ class CachedDataset(Dataset[Any]):
             decode=decode,
         )
 
-    def __copy__(self) -> Self:
-        return self._with_state(self._state_of_copies())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self._with_state(copy.deepcopy(self._state_of_copies(), memo))
-
-    def _state_of_copies(self) -> dict[str, Any]:
-        """What copies in this process have, which share the cache: a state of a subclass, or everything."""
-        is_own = type(self).__getstate__ is not CachedDataset.__getstate__
-        return self.__getstate__() if is_own else vars(self)
-
-    def _with_state(self, state: dict[str, Any]) -> Self:
-        copied = type(self).__new__(type(self))
-        copied.__setstate__(state)
-        return copied
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if _is_for_this_release() or type(self).__reduce__ is not object.__reduce__:
-            return super().__reduce_ex__(protocol)
-        return load_dataset, (None if type(self) is CachedDataset else type(self),), self.__getstate__()
-
     def __getstate__(self) -> dict[str, Any]:
-        if _is_for_this_release():
-            return vars(self)
-        from fastload.cache.pickled import VERSION, plain_values  # here: it imports LMDB
-
-        is_of_file = self.dataset is getattr(self.cache, "backing", self.cache)
-        left_out = _MADE_AGAIN | {"dataset"} if is_of_file else _MADE_AGAIN
-        described = {
-            "version": VERSION,
-            "num_samples": self._num_samples,
-            "cache": plain_values(self.cache),
-            "stores": self._stores,
-            "holds_images": self._holds_images,
-            "has_jpegs": self._jpegs is not None,
-        }
-        attributes = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**attributes, _DESCRIBED: described}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        described = vars(self).pop(_DESCRIBED, None)
-        if described is not None:
-            from fastload.cache.open_cache import reopen  # here: as in __init__
-
-            self._caller, self._num_samples = None, described["num_samples"]
-            self._hold(reopen(described, vars(self)), stores=described["stores"])
+        # What is known of the transform is of the releases of libraries here; a checkpoint can meet others.
+        return {**vars(self), "_caller": None}
 
     def __len__(self) -> int:
         if self._files is not None:  # samplers ask once an epoch, in the process that owns a loader of torch
@@ -383,7 +321,7 @@ class CachedDataset(Dataset[Any]):
         # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a
         # copy.
         inner: Any = self.__dict__.get("dataset")
-        files: RememberedFiles | None = self.__dict__.get("_files")
+        files: Any = self.__dict__.get("_files")
         if files is not None and name == "__getitems__" and self.transform is None:
             read = inner.__getitems__
             return lambda indices: files.read(read, indices)
@@ -633,17 +571,3 @@ def _check_map_style(dataset: Any) -> None:
             f"{type(dataset).__name__} is not a map-style dataset, but a cache needs samples with an index: "
             "pass a dataset with __len__ and __getitem__"
         )
-
-
-def load_dataset(cls: type[CachedDataset] | None) -> CachedDataset:
-    """What a pickled CachedDataset calls, before its state is set; None stands for the class itself."""
-    cls = CachedDataset if cls is None else cls
-    return cls.__new__(cls)
-
-
-load_dataset.__module__ = "fastload.cache"  # the name in pickles, which other releases have, too
-
-
-def _is_for_this_release() -> bool:
-    """Whether this thread pickles for a process that runs the same release: a child, or a Ray worker."""
-    return is_for_child() or is_for_other_machines()

@@ -25,6 +25,7 @@ import numpy as np
 from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram.file_store import SharedFileStore, open_store
+from fastload.memory.segment import is_for_child
 from fastload.readers import patches
 from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
 from fastload.readers.front import NUM_EQUAL
@@ -36,6 +37,7 @@ from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from typing import SupportsIndex
 
     import numpy.typing as npt
 
@@ -292,14 +294,11 @@ class RememberedFiles(BaseCache):
         self._files = FileCache(store_of_process(max_memory if cache == "ram" else check_cache(cache) or ""))
         log.info("cache: %s", self.explain())
 
-    def plain_values(self) -> dict[str, Any]:
-        """What a pickle that outlives this process holds."""
-        return {"num_samples": self.num_samples, "max_memory": self.max_memory, "cache": self.cache}
-
-    @classmethod
-    def of_plain_values(cls, values: dict[str, Any]) -> RememberedFiles:
-        """A cache like the one with these `plain_values`."""
-        return cls(**values)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if is_for_child():
+            return super().__reduce_ex__(protocol)
+        # This process then holds one store, however often it is unpickled.
+        return RememberedFiles, (self.num_samples, self.max_memory, self.cache)
 
     def read(self, function: Callable[[Any], Any], index: Any) -> Any:
         """What the dataset's ``function(index)`` returns."""

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache import pickled
 from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
@@ -66,7 +65,7 @@ from fastload.system.logs import log, say_once
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
 _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
@@ -245,34 +244,6 @@ def open_cache(
         opened.put(index, sample)
     _report(opened, samples)
     return OpenedCache(opened, samples.source, samples.holds_images, jpegs)
-
-
-def reopen(state: Mapping[str, Any], attributes: dict[str, Any]) -> OpenedCache:
-    """What a pickled CachedDataset held, without reading a sample.
-
-    Args:
-        state: What was pickled.
-        attributes: Those of the new object; gets the dataset if that is the cache of a file.
-
-    Raises:
-        CacheMismatchError: Another release has pickled it, in another form.
-    """
-    if state["version"] != pickled.VERSION:
-        raise CacheMismatchError(
-            f"this CachedDataset was pickled in form {state['version']}, but this release reads "
-            f"{pickled.VERSION}: make it again from its dataset"
-        )
-    cache = pickled.cache_of(state["cache"])
-    is_file = "dataset" not in attributes
-    dataset = attributes.setdefault("dataset", getattr(cache, "backing", cache))
-    holds_images, jpegs = state["holds_images"], cache if state["has_jpegs"] else None
-    if attributes["pre_transform"] is not None:
-        source = pre_transformed(dataset, attributes["pre_transform"])
-    elif holds_images and jpegs is None and not is_file:
-        source = encoded_source(dataset, is_needed=state["stores"])
-    else:
-        source = decoded_source(dataset)
-    return OpenedCache(cache, source, holds_images, jpegs)
 
 
 # --- the kinds of caches ---------------------------------------------------------------------------------

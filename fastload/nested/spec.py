@@ -102,16 +102,8 @@ class Spec:
         return hash(self.text)  # not of the node: Python keeps the hash of bytes, but not of a tuple
 
     def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes, tuple[type, ...]]]:
-        return _load, (self.text, self.namedtuples())
-
-    def namedtuples(self) -> tuple[type, ...]:
-        """The classes of the sample's namedtuples; a pickle of them imports their modules.
-
-        Raises:
-            CacheError: One of them is not imported in this process.
-        """
         named = (part for _, part in _walk(self.node) if part[0] == "namedtuple")
-        return tuple(_namedtuple_type(*part[1:4]) for part in named)
+        return _load, (self.text, tuple(_namedtuple_type(*part[1:4]) for part in named))
 
     def __repr__(self) -> str:
         return f"Spec({self.text.decode()})"

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def public_names(
-    package: str,
-    names: Mapping[str, Sequence[str]],
-    modules: Sequence[str] = (),
-    unlisted: Sequence[str] = (),
+    package: str, names: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """A package's `__getattr__`, `__dir__` and `__all__`.
 
@@ -25,10 +22,9 @@ def public_names(
         package: Its name.
         names: The public names, by the module inside the package that defines them.
         modules: Public modules inside the package, which need no separate import.
-        unlisted: Of the names, those that pickles need and nobody else.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
-    public = sorted(set(module_of) - set(unlisted))
+    public = sorted(module_of)
 
     def get(name: str) -> object:
         if name in modules:

@@ -558,6 +558,7 @@ def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -
     (tmp_path / "here").rename(tmp_path / "gone")
     monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "there"))
     assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
+    assert b"bucket" not in plain
     with pytest.raises(FileNotFoundError):
         pickle.loads(plain).get(0)
 

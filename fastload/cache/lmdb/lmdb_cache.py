@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, outline, spec_text
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.lmdb.description import Plan, parse_plan
 from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.mirror import open_mirror
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.format.columns import Allocate
+    from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.files import OpenFile
 
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
@@ -102,25 +101,10 @@ class LMDBCache(BaseCache):
             "_plan": None,
             "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
+            "reason": "opened by its path",  # a URL can hold credentials
             # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
             "_source": self._source if is_for_other_machines() else None,
         }
-
-    def plain_values(self) -> dict[str, Any]:
-        """Where the cache is, and what it says about itself; see `pickled`."""
-        spec = self._spec_to_pickle()
-        namedtuples = () if spec is None else spec.namedtuples()
-        return {"path": self.path, "plan": asdict(self.description), "namedtuples": namedtuples}
-
-    @classmethod
-    def of_plain_values(cls, values: dict[str, Any]) -> LMDBCache:
-        """The cache that `plain_values` described; its files are opened when they are needed."""
-        cache = cls.__new__(cls)
-        cache.path, cache.reason = values["path"], "opened by its path"
-        cache._is_closed, cache._source, cache._spec, cache._files = False, None, None, None
-        cache._plan = parse_plan(values["plan"])
-        cache._build_id = cache._plan.build_id
-        return cache
 
     def _spec_to_pickle(self) -> Spec | None:
         """The structure of sample 0; it takes the classes of its namedtuples along to another process.

@@ -8,7 +8,6 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheError
 from fastload.nested.tree import private_copy
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.format.columns import Allocate
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
 class LMDBDataset(Dataset[Any], BaseCache):
@@ -40,21 +40,6 @@ class LMDBDataset(Dataset[Any], BaseCache):
         self._indices = cache.stored_indices
         self.num_samples = self.num_cached = cache.num_cached
         self.nbytes = cache.nbytes
-
-    def plain_values(self) -> dict[str, Any]:
-        """The cache, and what is known of its files; see `pickled`."""
-        facts = {"num_samples": self.num_samples, "nbytes": self.nbytes, "indices": self._indices}
-        return {"cache": self.cache.plain_values(), **facts}
-
-    @classmethod
-    def of_plain_values(cls, values: dict[str, Any]) -> LMDBDataset:
-        """The dataset that `plain_values` described; its files are opened when they are needed."""
-        dataset = cls.__new__(cls)
-        dataset.cache = cache = LMDBCache.of_plain_values(values["cache"])
-        dataset.classes, dataset.description = cache.description.classes, cache.description
-        dataset._indices, dataset.nbytes = values["indices"], values["nbytes"]
-        dataset.num_samples = dataset.num_cached = values["num_samples"]
-        return dataset
 
     def __len__(self) -> int:
         return self.num_samples

@@ -44,7 +44,7 @@ from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 FRAME_BYTES = ALIGNMENT_BYTES
 
@@ -190,16 +190,13 @@ class Layout:
         Raises:
             SharedMemoryError: The memory could not be allocated.
         """
-        return create_segment(self.ragged_at + self.ragged_bytes, self.as_dict())
-
-    def as_dict(self) -> dict[str, Any]:
-        """This layout as plain values, for JSON and for pickles."""
-        return {
+        description = {
             **{name: getattr(self, name) for name in _NUMBER_FIELDS},
             "spec": None if self.spec is None else self.spec.text.decode("ascii"),
             "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
             "origin": asdict(self.origin),
         }
+        return create_segment(self.ragged_at + self.ragged_bytes, description)
 
     @classmethod
     def read(cls, segment: Segment) -> Layout:
@@ -211,11 +208,6 @@ class Layout:
         fields = read_description(segment)
         if "spec" not in fields:
             raise CacheMismatchError("not a cache of samples")
-        return cls.from_dict(fields)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Layout:
-        """The layout of these plain values."""
         spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
         columns = [
             Column(leaf, numpy_dtype(dtype), tuple(shape), at)

@@ -24,7 +24,6 @@ import logging
 import struct
 import time
 import weakref
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.format.columns import Allocate
-    from fastload.cache.format.sample_cache import SampleCache
     from fastload.cache.ram.registry import Entry
     from fastload.nested.spec import Spec
 
@@ -135,23 +133,8 @@ class SharedMemoryCache(BaseCache):
         if fingerprint is None and is_for_other_machines():
             # One cache for all workers of a machine. Later processes get their own: their data may differ.
             fingerprint = Fingerprint({}, f"for the cache {self.origin.cache_id}")
-        return _unpickle_anywhere, (self._entry, self._plan, fingerprint)
-
-    def plain_values(self) -> dict[str, Any]:
-        """Where the cache is while this process lives, and its layout; see `pickled`."""
-        entry, spec = self._entry, self._plan.spec
-        return {
-            "entry": None if entry is None else astuple(entry),
-            "layout": self._plan.as_dict(),
-            "namedtuples": () if spec is None else spec.namedtuples(),
-        }
-
-    @classmethod
-    def of_plain_values(cls, values: dict[str, Any]) -> SampleCache:
-        """The cache that `plain_values` described if this process can reach it, else an empty one."""
-        entry, layout = values["entry"], Layout.from_dict(values["layout"])
-        entry = None if entry is None else registry.Entry(*entry)
-        return _unpickle_anywhere(entry, layout, layout.origin.fingerprint)
+        entry = registry.entry_of("", self._fd) if self._fd >= 0 else None
+        return _unpickle_anywhere, (entry, self._plan, fingerprint)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -159,11 +142,6 @@ class SharedMemoryCache(BaseCache):
     def _fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
-
-    @property
-    def _entry(self) -> Entry | None:
-        """Where other processes find the cache; None once it is closed, and without /proc."""
-        return registry.entry_of("", self._fd) if self._fd >= 0 else None
 
     @property
     def num_cached(self) -> int:
