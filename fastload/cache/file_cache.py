@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
-from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.ram.file_store import SharedFileStore, open_store
 from fastload.memory.segment import is_for_child
 from fastload.readers import patches
@@ -271,7 +271,7 @@ def _forget_uses() -> None:
             store.forget()
 
 
-class RememberedFiles(BaseCache):
+class RememberedFiles(SampleCache):
     """The cache of a `CachedDataset` by file.
 
     Args:
@@ -284,7 +284,6 @@ class RememberedFiles(BaseCache):
         cache: As given.
     """
 
-    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
     layout = "files"
 
     def __init__(self, num_samples: int, max_memory: str | float, cache: str = "ram") -> None:
@@ -292,6 +291,7 @@ class RememberedFiles(BaseCache):
         self.num_samples = num_samples
         self.max_memory, self.cache = max_memory, cache
         self._files = FileCache(store_of_process(max_memory if cache == "ram" else check_cache(cache) or ""))
+        self.max_bytes = self._files.store.max_bytes
         log.info("cache: %s", self.explain())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -315,11 +315,6 @@ class RememberedFiles(BaseCache):
     def nbytes(self) -> int:
         """Memory of the files, of all datasets."""
         return self._files.store.nbytes
-
-    @property
-    def max_bytes(self) -> int | None:
-        """Their limit."""
-        return self._files.store.max_bytes
 
     def poll(self) -> None:
         """As of `FileCache`, in the process that owns a loader; torch's loaders poll nothing."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.format.sample_cache import BaseCache, SampleCache
+from fastload.cache.format.sample_cache import SampleCache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastload.cache.format.columns import Allocate
 
 
-class TieredCache(BaseCache):
+class TieredCache(SampleCache):
     """Two caches of the same samples, read one after another.
 
     Args:
@@ -24,10 +24,9 @@ class TieredCache(BaseCache):
         backing: A finished cache that holds all samples, or nearly all.
     """
 
-    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
-
     def __init__(self, ram: SampleCache, backing: SampleCache) -> None:
-        self.num_samples = ram.num_samples
+        self.num_samples, self.max_bytes = ram.num_samples, ram.max_bytes
+        self.layout = f"{ram.layout} over {backing.layout}"
         self.ram = ram
         self.backing = backing
 
@@ -40,16 +39,6 @@ class TieredCache(BaseCache):
     def nbytes(self) -> int:
         """Memory in use now."""
         return self.ram.nbytes
-
-    @property
-    def max_bytes(self) -> int | None:
-        """Maximum memory."""
-        return self.ram.max_bytes
-
-    @property
-    def layout(self) -> str:
-        """How each cache stores samples, such as `"uniform over lmdb"`."""
-        return f"{self.ram.layout} over {self.backing.layout}"
 
     def explain(self) -> str:
         """Why these caches are in use, and the parts of their fingerprints."""
@@ -85,7 +74,7 @@ class TieredCache(BaseCache):
         self.backing.close()
 
 
-class NoCache(BaseCache):
+class NoCache(SampleCache):
     """No cache: every access reads the dataset.
 
     Args:
@@ -93,8 +82,7 @@ class NoCache(BaseCache):
         reason: Why, as a readable clause.
     """
 
-    # Attributes of the class, because the properties of SampleCache with these names cannot be set.
-    num_samples, num_cached, nbytes = 0, 0, 0
+    num_cached, nbytes = 0, 0
     layout = "none"
 
     def __init__(self, num_samples: int, reason: str) -> None:
@@ -109,6 +97,3 @@ class NoCache(BaseCache):
 
     def get(self, index: int) -> None:
         """None: nothing is stored."""
-
-    def close(self) -> None:
-        """Nothing is to be released."""

@@ -1,4 +1,4 @@
-"""SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
+"""SampleCache: the base class of caches.
 
 A cache pickles as a handle, which becomes an empty cache where it cannot be reached. `copy.deepcopy` returns
 the same cache.
@@ -6,7 +6,8 @@ the same cache.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -16,44 +17,56 @@ if TYPE_CHECKING:
     from fastload.cache.format.columns import Allocate
 
 
-@runtime_checkable
-class SampleCache(Protocol):
-    """Samples by index, `0 <= index < num_samples`; the caller checks the bounds."""
+class SampleCache(ABC):
+    """Samples by index, `0 <= index < num_samples`; the caller checks the bounds.
+
+    What has a default is as in a finished cache: nothing is missing, `put` stores nothing.
+
+    Attributes:
+        num_samples: Number of samples of the dataset.
+        max_bytes: Maximum size; None if it has no limit.
+        layout: How samples are stored, in one word.
+    """
+
+    num_samples: int
+    max_bytes: int | None = None
+    layout: str
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples of the dataset."""
-
-    @property
+    @abstractmethod
     def num_cached(self) -> int:
         """How many samples are stored now."""
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes in use now."""
 
-    @property
-    def max_bytes(self) -> int | None:
-        """Maximum size in bytes; None if it has no limit."""
+    def __copy__(self) -> Self:
+        return self
 
-    @property
-    def layout(self) -> str:
-        """How samples are stored, in one word."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
+    @abstractmethod
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored and that `put` might accept, ascending."""
+        return np.empty(0, np.intp)
 
+    @abstractmethod
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored now."""
 
+    @abstractmethod
     def get(self, index: int) -> Any | None:
         """The sample, with read-only arrays and private tensors, or None if it is not cached."""
 
     def put(self, index: int, sample: Any) -> bool:
         """Store a sample; False if it does not fit. Can be repeated."""
+        return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples, in one call.
@@ -65,33 +78,7 @@ class SampleCache(Protocol):
         Returns:
             None if a sample is not stored suitably, or the batch needs default_collate itself.
         """
+        return None
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not every cache holds something
         """Release this process's resources; samples that were handed out stay valid."""
-
-
-class BaseCache(SampleCache):
-    """Default methods of caches, for a finished cache: nothing is missing, `put` stores nothing."""
-
-    @property
-    def max_bytes(self) -> int | None:
-        """None: the cache has no limit."""
-        return None
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Empty: `put` accepts nothing."""
-        return np.empty(0, np.intp)
-
-    def put(self, index: int, sample: Any) -> bool:
-        """False: the cache stores nothing more."""
-        return False
-
-    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """None: each sample is read by itself."""
-        return None

@@ -21,7 +21,7 @@ import numpy as np
 from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, outline, spec_text
-from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.mirror import open_mirror
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
-class LMDBCache(BaseCache):
+class LMDBCache(SampleCache):
     """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
@@ -92,7 +92,7 @@ class LMDBCache(BaseCache):
             self._files = open_files(self.path)
             self.reason = "opened by its path"
         self._plan: Plan | None = self._files[0].plan
-        self._build_id = self._plan.build_id
+        self._build_id, self.num_samples = self._plan.build_id, self._plan.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -135,11 +135,6 @@ class LMDBCache(BaseCache):
         if self._plan is None:
             self._plan = self._opened()[0].plan
         return self._plan
-
-    @property
-    def num_samples(self) -> int:
-        """Number of samples of the dataset."""
-        return self.description.num_samples
 
     @property
     def num_cached(self) -> int:

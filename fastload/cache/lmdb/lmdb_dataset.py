@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.errors import CacheError
 from fastload.nested.tree import private_copy
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
-class LMDBDataset(Dataset[Any], BaseCache):
+class LMDBDataset(Dataset[Any], SampleCache):
     """The stored samples of a finished LMDB cache as a dataset, numbered from 0.
 
     It also implements the interface of a cache (see `sample_cache`), through which whole batches are read.
@@ -30,7 +30,7 @@ class LMDBDataset(Dataset[Any], BaseCache):
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
-    num_samples, num_cached, nbytes = 0, 0, 0
+    num_cached, nbytes = 0, 0
     layout = "lmdb"
 
     def __init__(self, cache: LMDBCache) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 from fastload.cache.format.columns import ColumnReader
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
-from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, reserve_bytes
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
@@ -57,7 +57,7 @@ _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 
 
-class SharedMemoryCache(BaseCache):
+class SharedMemoryCache(SampleCache):
     """A cache of samples in shared memory.
 
     Args:
@@ -79,8 +79,7 @@ class SharedMemoryCache(BaseCache):
         ValueError: `parse_memory` does not accept `max_memory`.
     """
 
-    # Attributes of the class, because the properties of SampleCache with these names cannot be set.
-    num_samples, max_bytes, layout = 0, 0, "ragged"
+    max_bytes: int
     capacity: int | None
     _arena: Arena
     _plan: Layout
