@@ -151,8 +151,8 @@ class _Samples:
         has_name = request.key is not None or has_own_fingerprint(request.dataset)
         return self.fingerprint if has_name else None
 
-    def encoded(self, cache: str) -> _Samples:
-        """The same samples with undecoded images.
+    def leave_undecoded(self, cache: str) -> None:
+        """Read the samples with undecoded images; call it before the first one is read.
 
         Args:
             cache: The user's name for the cache that needs them, for errors.
@@ -166,7 +166,8 @@ class _Samples:
                 f"{cache} stores images before they are decoded, but pre_transform= works on decoded ones: "
                 "omit pre_transform=, and do this in transform="
             )
-        source = encoded_source(dataset)
+        self.source = source = encoded_source(dataset)
+        self.is_encoded = self.holds_images = True
         index, example = next(readable(source, functools.partial(read_unnoticed, source)), (0, None))
         if len(self) and not holds_images(example):
             raise ValueError(
@@ -174,7 +175,6 @@ class _Samples:
                 f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
                 "or use fastload.ImageFolder"
             )
-        return _Samples(self.request, source, is_encoded=True, holds_images=True)
 
     def examine(self) -> list[Any]:
         """Read a few samples, most of them twice, unless this was done before; see `probe`.
@@ -233,10 +233,7 @@ def open_cache(
         log.info("cache: none, every access reads the dataset")
         return OpenedCache(NoCache(len(dataset), "of cache=None"), source, holds_images=pre_transform is None)
     samples = _Samples(request, source)
-    if isinstance(cache, (list, tuple)):
-        opened, samples = _open_tiers(samples, cache)
-    else:
-        opened, samples = _open_one(samples, cache)
+    opened = (_open_pair if isinstance(cache, (list, tuple)) else _open_one)(samples, cache)
     jpegs = None
     if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
         jpegs, samples.holds_images = opened, True
@@ -249,17 +246,20 @@ def open_cache(
 # --- the kinds of caches ---------------------------------------------------------------------------------
 
 
-def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
-    if isinstance(cache, str):
-        kind, colon, location = cache.partition(":")
-        opener = _OPENERS.get(kind + colon)
-        if opener is not None and bool(colon) == bool(location):
-            return opener(samples, location)
+# To add a kind of cache, add its name, or its prefix, and what opens it.
+def _open_one(samples: _Samples, cache: Any) -> SampleCache:
+    if cache == "ram":
+        return _ram_cache(samples, samples.shared_as)
+    if cache == "ram-encoded":
+        samples.leave_undecoded('cache="ram-encoded"')
+        return _ram_cache(samples, samples.shared_as)
+    if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
+        return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
         return _checked_lmdb(samples, cache)
     if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
         samples.holds_images = cache.description.codec == SOURCE
-        return cache, samples
+        return cache
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_location = isinstance(cache, str) and (
             is_url(cache) or cache.endswith(".lmdb") or os.path.exists(os.path.expanduser(cache))
@@ -275,24 +275,16 @@ def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
             f"the cache was made for {cache.num_samples} samples, but the dataset has {len(samples)}: make a "
             "cache for this dataset"
         )
-    return cache, samples
+    return cache
 
 
-def _open_ram(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
-    return _ram_cache(samples, samples.shared_as), samples
-
-
-def _open_ram_encoded(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
-    return _open_ram(samples.encoded('cache="ram-encoded"'), "")
-
-
-def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]:
+def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     """The cache at a path, which is built if it does not exist, or at a URL."""
     if is_url(location):
         return _checked_lmdb(samples, LMDBCache(location, progress=samples.request.progress), url=location)
     path = os.path.abspath(os.path.expanduser(local_path(location)))
     if not os.path.lexists(path):
-        return _build_lmdb(samples, path), samples
+        return _build_lmdb(samples, path)
     if is_file_store(path):
         raise CacheMismatchError(
             f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
@@ -301,25 +293,19 @@ def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]
     return _checked_lmdb(samples, opened_lmdb(path))
 
 
-# To add a kind of cache, add its name, or its prefix with a colon, and what opens it.
-_OPENERS: dict[str, Callable[[_Samples, str], tuple[SampleCache, _Samples]]] = {
-    "ram": _open_ram,
-    "ram-encoded": _open_ram_encoded,
-    "lmdb:": _open_lmdb,
-}
 _USAGE = 'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", None or a cache object'
 
 
-def _open_tiers(samples: _Samples, tiers: Sequence[Any]) -> tuple[SampleCache, _Samples]:
-    if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] in ("ram", "ram-encoded"):
-        raise ValueError(f"cache={tiers!r} is not a valid pair of caches: {_USAGE}")
-    backing, samples = _open_one(samples, tiers[1])
+def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
+    if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded"):
+        raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
+    backing = _open_one(samples, pair[1])
     shared_as = samples.shared_as
     if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
         # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
         shared_as = fingerprint_of(LMDBDataset(backing))
     ram = _ram_cache(samples, shared_as)
-    return (backing if isinstance(ram, NoCache) else TieredCache(ram, backing)), samples
+    return backing if isinstance(ram, NoCache) else TieredCache(ram, backing)
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
@@ -416,12 +402,10 @@ def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
 # --- caches on disk --------------------------------------------------------------------------------------
 
 
-def _checked_lmdb(
-    samples: _Samples, cache: LMDBCache, url: str | None = None
-) -> tuple[SampleCache, _Samples]:
+def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -> LMDBCache:
     """The cache, after it was compared with the samples."""
     if cache.description.codec == SOURCE:
-        samples = samples.encoded(url or cache.path)
+        samples.leave_undecoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
     elif len(samples) and samples.request.key is not None and not has_own_fingerprint(samples.source):
@@ -430,7 +414,7 @@ def _checked_lmdb(
     check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)
     if url is not None:
         cache.reason = f"{cache.reason}; the local copy of {url}"
-    return cache, samples
+    return cache
 
 
 def _build_lmdb(samples: _Samples, path: str) -> LMDBCache:
