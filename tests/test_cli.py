@@ -236,16 +236,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
     ("bench ZOO --cache rma", 2, "none,ram,lmdb, but got 'rma': did you mean ram[?]$"),
     ("bench ZOO --minutes x", 2, "--minutes should be a number from 0 on, but got 'x'$"),
-    ("bench ZOO --tolerance 3", 2, "--tolerance should be a number from 0 to 1, but got '3'$"),
     ("bench ZOO --rounds 0", 2, "--rounds should be a whole number from 1 on, but got '0'$"),
     ("bench", 2, "^UsageError: SOURCE is missing: `fastload bench --help` shows the arguments$"),
     ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
     ("bench ZOO --output no/such/file", 2, "should be a file"),
     ("bench ZOO --chart empty", 2, "--chart should be a file"),
-    ("bench ZOO --relative", 2, "--relative is for --baseline"),
-    ("bench ZOO --baseline nope", 2, "make one with --output"),
-    ("bench ZOO --baseline 'a b'", 2, "make one with --output 'a b'"),
-    ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
     ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
@@ -420,14 +415,14 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
     assert "\n  cache    Build and manage caches of decoded samples and files.\n" in done.stderr
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
-    assert listed == ["0", "1", "2", "3", "4", "75", "130"]
+    assert listed == ["0", "1", "2", "3", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
     assert "|".join(CACHE_CODECS) in re.sub(r"\s", "", run("build", "--help").stdout)  # what --codec offers
 
 
 COMMANDS = {
-    "": {0, 1, 2, 3, 4, 75, 130},
-    "bench": {0, 1, 2, 4, 130},
+    "": {0, 1, 2, 3, 75, 130},
+    "bench": {0, 1, 2, 130},
     "doctor": {0, 1, 2, 130},
     "run": {2},
     "profile": {2},

@@ -1,4 +1,4 @@
-"""The result of a benchmark as text and as a chart: the rates, the fastest loader's code, the baseline."""
+"""The result of a benchmark as text and as a chart: the rates, and the fastest loader's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastload.system.humanize import readable_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastload.bench.result import Comparison, Result, Verdict
+    from fastload.bench.result import Result, Verdict
 
 _WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
 _COLORS = {"none": "#2f6fb3", "ram": "#2e8b57", "lmdb": "#8a6fb3"}  # of the chart, by cache
@@ -24,7 +24,7 @@ _VARIED = {"batch_size": "batch", "start_method": "start", "size": "size"}  # co
 
 
 def report_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[str]:
-    """The whole readable output, apart from the baseline; see `ending_lines`."""
+    """The whole readable output; see `ending_lines`."""
     notes = []
     for size, nbytes in result.sample_nbytes.items():
         whole = readable_size(nbytes * result.length)
@@ -144,44 +144,6 @@ def _gain(verdict: Verdict) -> str:
         text += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
         doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
     return f"{text}, from the second epoch on{doubt if gain.is_within_spread else ''}"
-
-
-# --- the baseline ----------------------------------------------------------------------------------------
-
-
-def baseline_lines(comparison: Comparison, path: str) -> list[str]:
-    """How this run compares with the baseline."""
-    unit = "rate relative to torch's" if comparison.is_relative else "samples/s"
-    lines = ["", f"compared with {path}, {unit}, tolerance {comparison.tolerance:.0%}:"]
-    for change in comparison.changes:
-        mark = "SLOWER" if change.is_slower else "ok"
-        lines.append(
-            f"  {mark:6}  {change.ratio:.2f} of the baseline  {change.configuration}: "
-            f"{change.before:,.0f} samples/s then, {change.now:,.0f} now"
-        )
-    lines += [
-        f"  FAILED  measured in the baseline, but not in this run  {name}" for name in comparison.failed
-    ]
-    lines += [f"  not in this run  {name}" for name in comparison.only_before]
-    lines += [f"  not in the baseline  {name}" for name in comparison.only_now]
-    ratio = comparison.torch_ratio
-    if ratio is not None:
-        lines.append(f"  torch's loader runs at {ratio:.2f} of its rate in the baseline")
-    if comparison.has_passed:
-        return [*lines, "no configuration is slower than the baseline by more than the tolerance"]
-    if not comparison.changes:
-        lines.append(
-            "the check failed: nothing could be compared, because no configuration has figures in both runs"
-        )
-        return lines
-    number = len(comparison.slower) + len(comparison.failed)
-    outcome = f"slower or failed: {number} of the baseline's configurations"
-    if not comparison.is_relative and ratio is not None and ratio < 1 - comparison.tolerance:
-        outcome += (
-            ". torch's loader is slower, too: the machine or your dataset has become slower. --relative "
-            "compares each rate with torch's in the same run"
-        )
-    return [*lines, outcome]
 
 
 # --- the chart -------------------------------------------------------------------------------------------

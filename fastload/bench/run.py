@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
@@ -74,21 +74,6 @@ class Settings:
     minutes: float = 3.0
     rounds: int | None = None
     scratch: str | None = None
-
-    def completed_by(self, baseline: Result) -> Settings:
-        """These settings, and those of the baseline where the user chose none, so the runs match."""
-        of_fastload = [row.configuration.cache for row in baseline.rows if not row.configuration.is_torch]
-        there: dict[str, Any] = {
-            "transform": baseline.transform,
-            "workers": baseline.settings("num_workers"),
-            "batch_sizes": baseline.settings("batch_size"),
-            "start_methods": baseline.settings("start_method") or None,
-            "caches": tuple(dict.fromkeys(of_fastload)),
-            "sizes": baseline.settings("size") or None,
-            "samples": baseline.num_samples,
-            "rounds": baseline.rounds,
-        }
-        return replace(self, **{name: there[name] for name in there if getattr(self, name) is None})
 
 
 class NoBatchError(ValueError):

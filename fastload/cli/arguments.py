@@ -187,15 +187,14 @@ def whole_number(option: str, first: int, last: int | None = None) -> Callable[[
     return parse
 
 
-def number(option: str, last: float = math.inf) -> Callable[[str | float], float]:
-    """A parser of a float from 0 to `last`."""
+def number(option: str) -> Callable[[str | float], float]:
+    """A parser of a float from 0 on."""
 
     def parse(text: str | float) -> float:
         with contextlib.suppress(ValueError):
-            if 0 <= float(text) <= last and math.isfinite(float(text)):
+            if 0 <= float(text) < math.inf:
                 return float(text)
-        limits = "from 0 on" if last == math.inf else f"from 0 to {last:g}"
-        raise CommandError(f"{option} should be a number {limits}, but got {text!r}")
+        raise CommandError(f"{option} should be a number from 0 on, but got {text!r}")
 
     return parse
 

@@ -1,17 +1,14 @@
 """`fastload bench`: measures with `fastload.bench`, and reports its problems.
 
-Wrong options, missing extras and incomparable baselines end the command before anything is measured.
+Wrong options and missing extras end the command before anything is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
-import shlex
 import signal
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,41 +101,13 @@ def bench(
         ),
     ] = None,
     output: Output = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Compare with an earlier --output; exit code 4 if a configuration is slower. Options "
-            "default to those of that run.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        Any,  # float
-        typer.Option(
-            parser=number("--tolerance", 1),
-            metavar="SHARE",
-            help="The share of its rate that a configuration can lose.",
-        ),
-    ] = "0.1",
-    relative: Annotated[
-        bool,
-        typer.Option(
-            "--relative",
-            help="With --baseline: divide each rate by torch's in the same run, for machines whose speed "
-            "changes.",
-        ),
-    ] = False,
 ) -> Answer:
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each configuration runs in its own process, once per round. Nothing is trained, and no file is left except
     those of --output and --chart.
     """
-    if relative and baseline is None:
-        raise CommandError("--relative is for --baseline FILE.json: give the file, too")
-
-    from fastload.bench.report import baseline_lines, draw, report_lines
-    from fastload.bench.result import compare, differences
+    from fastload.bench.report import draw, report_lines
     from fastload.bench.run import Settings
 
     settings = Settings(
@@ -154,14 +123,9 @@ def bench(
         rounds,
         scratch,
     )
-    before = None if baseline is None else _read_baseline(baseline, any_machine=relative)
-    if before is not None:
-        settings = settings.completed_by(before)
     sides = {name: None if name is None else parse_size(name) for name in settings.sizes or (None,)}
     result = _measured(settings, sides)
 
-    if before is not None:
-        result.warnings += differences(before, result)
     setup = {name: setup_code(source, side, settings.transform) for name, side in sides.items()}
     plain, lines = result.as_dict(), report_lines(result, setup)
     code, complaint = ExitCode.FINE, ""
@@ -173,35 +137,7 @@ def bench(
     if chart is not None:
         write_output("--chart", chart, lambda path: draw(result, path))
         lines.append(f"chart written to {chart}")
-    if before is not None and baseline is not None:
-        comparison = compare(before, result, tolerance=tolerance, is_relative=relative)
-        lines += baseline_lines(comparison, baseline)
-        plain["comparison"] = asdict(comparison)
-        if not comparison.has_passed:
-            code, complaint = ExitCode.SLOWER if comparison.slower else ExitCode.FAILED, lines[-1]
     return Answer(plain, lines, code, complaint)
-
-
-def _read_baseline(path: str, *, any_machine: bool) -> Result:
-    from fastload.bench.result import Result, this_machine
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            baseline = Result.from_dict(json.load(file))
-    except (FileNotFoundError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(
-            f"--baseline {path} is no result of this release: {reason}: make one with "
-            f"--output {shlex.quote(path)}"
-        ) from error
-    here, there = this_machine(), baseline.machine
-    if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
-        raise CommandError(
-            f"the baseline was measured on a different machine ({there['cpu']}, {there['cores']} cores), not "
-            f"on this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
-            "torch's in the same run, or make a new baseline on this machine with --output"
-        )
-    return baseline
 
 
 def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:

@@ -26,9 +26,7 @@ app = typer.Typer(
     cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP
 )
 app.add_typer(cache_commands.app, name="cache")
-answers(app, ExitCode.SLOWER, short_help="Compare torch's loader and fastload over your own data.")(
-    bench_command.bench
-)
+answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
 
 @cache_commands.app.callback()

@@ -40,7 +40,6 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     SKIPPED = 3  # with --strict
-    SLOWER = 4
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
@@ -50,7 +49,6 @@ _MEANINGS = {
     ExitCode.FAILED: "failed: a source or a file cannot be read, or damage was found",
     ExitCode.USAGE: "wrong usage, such as a path that does not exist",
     ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
-    ExitCode.SLOWER: "slower than the --baseline",
     ExitCode.BUSY: "another build is running: try again later",
     ExitCode.INTERRUPTED: "interrupted: run the same command again to continue",
 }
