@@ -17,7 +17,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.device.devices import finish_all_work
@@ -258,10 +257,6 @@ class StepRecorder:
             record.info |= batch_info(batch)
         if len(record.replay_batches) < replay:
             record.replay_batches.append(copy.deepcopy(batch))
-        if record.info["small_objects"] and self._num_steps.bit_count() == 1:  # after 1, 2, 4, 8, ... steps
-            with contextlib.suppress(AttributeError, IndexError, psutil.Error):  # there is no worker process
-                own_bytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
-                record.info["own_bytes"] = max(record.info["own_bytes"], own_bytes)
         return batch
 
 

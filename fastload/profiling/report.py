@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.recorder import REPLAYED
-from fastload.profiling.small_objects import CURE, MIN_BYTES
 from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_bottleneck, suggest
 from fastload.profiling.timeline import Timeline, mean, median
-from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -150,7 +148,7 @@ class ProfileReport:
         loaders: The reports.
         num_cpus: The CPUs that the process can use.
         busy_share: How busy these CPUs were; None if unknown.
-        notes: What makes the figures uncertain, and what workers copy of a dataset.
+        notes: What makes the figures uncertain.
     """
 
     loaders: list[LoaderReport]
@@ -200,20 +198,8 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
                 f"{timeline.info['name']}: the speed without loading was not measured: an epoch had "
                 f"{num_batches:,} batches, and the first {num_before:,} are not replayed; replay fewer"
             )
-    notes += [note for timeline in timelines if (note := _on_copies(timeline.info))]
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)
-
-
-def _on_copies(info: dict[str, Any]) -> str:
-    """A note on the small objects that each worker copies; "" if there are none."""
-    containers, own_bytes = " and ".join(info["small_objects"]), info["own_bytes"]
-    if not containers or own_bytes < MIN_BYTES:
-        return ""
-    copies = f"each worker has a copy of {containers}"
-    if info["start_method"] == "fork":
-        copies = f"workers copy the pages that they read of {containers}"
-    return f"{info['name']}: {copies}; one worker has {readable_size(own_bytes)} of its own. {CURE}"
 
 
 def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
