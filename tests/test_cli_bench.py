@@ -95,27 +95,26 @@ def photos(tmp_path: Path) -> Path:
 def test_a_folder_is_measured_and_leaves_only_what_was_asked_for(
     photos: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table, code that runs, a chart, a file that can be read again, no cache, and few other lines."""
-    chart, saved, sized = tmp_path / "chart.png", tmp_path / "result.json", (photos, "--size", "16x16")
+    """A table, code that runs, a file that can be read again, no cache, and few other lines."""
+    saved, sized = tmp_path / "result.json", (photos, "--size", "16x16")
     saved.write_text("yesterday")
     with monkeypatch.context() as patch:
         patch.setattr(arguments.os, "replace", Mock(side_effect=PermissionError(13, "Permission denied")))
         refused = run(*sized, *ALONE, "--samples", "8", "--output", saved)
     assert (refused.exit_code, saved.read_text()) == (1, "yesterday")
     assert "--output" in refused.stderr
-    result = run(*sized, *QUICK, "--chart", chart, "--output", saved)
+    result = run(*sized, *QUICK, "--output", saved)
     assert result.exit_code == 0, result.stderr
     found = json.loads(saved.read_text())
     assert (found["length"], found["num_samples"]) == (40, 32)
     assert len(found["rows"]) == 2 + 3 * 2
     assert all(not row["problem"] and min(row["first"] + row["later"]) > 0 for row in found["rows"])
     assert found["build_s"].keys() == {"16x16"}
-    assert chart.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "times torch's best here" in result.stdout or "torch's own loader" in result.stdout
     assert "use --rounds 3" in result.stdout
     assert "samples/s" in result.stdout
     assert list(temporary.iterdir()) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"photos", "chart.png", "result.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"photos", "result.json"}
     said = [line.partition(":")[2] for line in result.stderr.splitlines()]
     assert said[1:] == [" building an LMDB cache", " round 1 of 1"]
     monkeypatch.chdir(tmp_path)

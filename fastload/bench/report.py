@@ -1,4 +1,4 @@
-"""The result of a benchmark as text and as a chart: the rates, and the fastest loader's code."""
+"""The result of a benchmark as text: the rates, and the fastest loader's code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from fastload.bench.result import Result, Verdict
 
 _WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
-_COLORS = {"none": "#2f6fb3", "ram": "#2e8b57", "lmdb": "#8a6fb3"}  # of the chart, by cache
-_TORCH_COLOR = "#9aa5b1"
-_ROW_INCHES = 0.32
 _VARIED = {"batch_size": "batch", "start_method": "start", "size": "size"}  # columns if rows differ in them
 
 
@@ -144,50 +141,3 @@ def _gain(verdict: Verdict) -> str:
         text += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
         doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
     return f"{text}, from the second epoch on{doubt if gain.is_within_spread else ''}"
-
-
-# --- the chart -------------------------------------------------------------------------------------------
-
-
-def draw(result: Result, path: str) -> None:
-    """Write a PNG: a bar for each configuration with its spread, or its problem.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    import matplotlib as mpl
-
-    with mpl.rc_context({"text.parse_math": False}):
-        _draw(result, path)
-
-
-def _draw(result: Result, path: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot keeps no figure
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.8 + _ROW_INCHES * len(result.rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for position, row in enumerate(result.rows):
-        text, end = f" {row.problem:.90}", 0.0
-        if row.is_measured:
-            configuration = row.configuration
-            color = _TORCH_COLOR if configuration.is_torch else _COLORS[configuration.cache]
-            spread = [[row.rate - min(row.later)], [max(row.later) - row.rate]]
-            axes.barh(position, row.rate, color=color, xerr=spread, capsize=2)
-            text, end = f" {row.rate:,.0f}", max(row.later)
-        axes.text(end, position, text, va="center", fontsize="small")
-    axes.set_yticks(
-        range(len(result.rows)), [str(row.configuration) for row in result.rows], fontsize="small"
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("samples/s in later epochs; higher is better")
-    axes.set_title(f"{result.source}: {result.num_samples:,} of {result.length:,} samples", fontsize="medium")
-    machine = f"{result.machine['cpu']}, {result.machine['cores']} cores, torch {result.machine['torch']}"
-    note = (
-        f"Medians of {result.rounds} rounds; the thin lines span all of them. Nothing is trained.\n{machine}"
-    )
-    figure.supxlabel("\n".join([note, *result.warnings]), fontsize="x-small", color="#555555", wrap=True)
-    figure.savefig(path, dpi=150, format="png")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -82,18 +81,13 @@ def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callab
     return parse
 
 
-def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str]:
+def output_file(option: str) -> Callable[[str], str]:
     """A parser of files that a command writes at the end, checked before hours are spent."""
 
     def parse(path: str) -> str:
         directory = os.path.dirname(os.path.abspath(path))
         if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
             raise CommandError(f"{option} should be a file in a directory that can be written, not {path!r}")
-        if is_picture and importlib.util.find_spec("matplotlib") is None:
-            raise CommandError(
-                f"{option} {path}: a picture needs matplotlib, which is not installed: "
-                'pip install "fastload-torch[plot]"'
-            )
         return path
 
     return parse

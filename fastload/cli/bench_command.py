@@ -1,6 +1,6 @@
 """`fastload bench`: measures with `fastload.bench`, and reports its problems.
 
-Wrong options and missing extras end the command before anything is measured.
+Wrong options end the command before anything is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from fastload.cli.arguments import (
     names,
     number,
     numbers,
-    output_file,
     parse_size,
     whole_number,
     write_output,
@@ -92,22 +91,14 @@ def bench(
             "temporary directory.",
         ),
     ] = None,
-    chart: Annotated[
-        str | None,
-        typer.Option(
-            parser=output_file("--chart", is_picture=True),
-            metavar="FILE.png",
-            help="Draw the result; needs the extra 'plot'.",
-        ),
-    ] = None,
     output: Output = None,
 ) -> Answer:
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each configuration runs in its own process, once per round. Nothing is trained, and no file is left except
-    those of --output and --chart.
+    that of --output.
     """
-    from fastload.bench.report import draw, report_lines
+    from fastload.bench.report import report_lines
     from fastload.bench.run import Settings
 
     settings = Settings(
@@ -134,9 +125,6 @@ def bench(
     if output is not None:
         write_output("--output", output, json_writer(plain))
         lines.append(f"written to {output}")
-    if chart is not None:
-        write_output("--chart", chart, lambda path: draw(result, path))
-        lines.append(f"chart written to {chart}")
     return Answer(plain, lines, code, complaint)
 
 
@@ -170,7 +158,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
                 typer.echo("\n".join(table_lines(benchmark.result)))
             rows = [] if benchmark is None else benchmark.result.rows
             num_runs = sum(len(row.later) for row in rows)
-            message = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
+            message = f"interrupted after {num_runs} runs; --output has written nothing"
             raise CommandError(message, ExitCode.INTERRUPTED) from error
     return benchmark.result
 

@@ -1,25 +1,20 @@
-"""Claims about results with made-up rates: medians, spread, JSON, words and the chart."""
+"""Claims about results with made-up rates: medians, spread, JSON and words."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
-from fastload.bench import report
 from fastload.bench.report import ending_lines, report_lines
 from fastload.bench.result import Ratio, verdicts
 from tests.bench.made_up import PLAIN, RAM, TORCH, rates, result, results, row
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fastload.bench.result import Result, Row
 
 
@@ -139,18 +134,3 @@ def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
     ends = (f"[1] {text}", "warning: the machine was busy", "fastest on this machine:")
     places = [lines.index(line) for line in ends]
     assert places == sorted(places)
-
-
-@pytest.mark.slow
-def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More configurations make a higher picture. Pyplot, which chooses a window system, is not imported."""
-    few, many = tmp_path / "few", tmp_path / "many.png"
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    report.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured
-    report.draw(
-        result(row(TORCH, 1.0, 2.0), *[row(PLAIN, problem="failed: $x_$ \\ it broke")] * 9), str(many)
-    )
-    with Image.open(few) as low, Image.open(many) as high:
-        assert (low.format, high.format) == ("PNG", "PNG")
-        assert low.width == high.width
-        assert low.height < high.height
