@@ -232,7 +232,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
     ("bench ZOO --num-workers 0,two", 2, "--num-workers should be numbers from 0"),
     ("bench ZOO --batch-size 0", 2, "--batch-size should be numbers from 1"),
-    ("bench ZOO --start-method clone", 2, "but got 'clone'"),
+    ("bench ZOO --size 64", 2, "--size is for folders"),
     ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
     ("bench ZOO --cache rma", 2, "none,ram,lmdb, but got 'rma': did you mean ram[?]$"),
     ("bench ZOO --minutes x", 2, "--minutes should be a number from 0 on, but got 'x'$"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fastload.bench.configurations import Configuration
 
-FORMAT, VERSION = "fastload bench", 2
+FORMAT, VERSION = "fastload bench", 3
 
 
 @dataclass
@@ -72,16 +72,14 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fastest rows among configurations that deliver samples of one size.
+    """The fastest rows.
 
     Attributes:
-        size: Their `--size`.
         fastest: The fastest of all.
         torch: The fastest of torch's loader; None if it has no figures.
         fastload: The fastest of fastload's loader; None if it has no figures.
     """
 
-    size: str | None
     fastest: Row
     torch: Row | None
     fastload: Row | None
@@ -94,21 +92,16 @@ class Verdict:
         return Ratio.of(self.fastload, self.torch)
 
 
-def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """A verdict for each size, because the size of images changes the work."""
-    by_size: dict[str | None, list[Row]] = {}
-    for row in rows:
-        if row.is_measured:
-            by_size.setdefault(row.configuration.size, []).append(row)
-    return [
-        Verdict(
-            size,
-            _fastest(rows),
-            _fastest([row for row in rows if row.configuration.is_torch]),
-            _fastest([row for row in rows if not row.configuration.is_torch]),
-        )
-        for size, rows in by_size.items()
-    ]
+def verdict_of(rows: Iterable[Row]) -> Verdict | None:
+    """The fastest of these rows; None if none was measured."""
+    measured = [row for row in rows if row.is_measured]
+    if not measured:
+        return None
+    return Verdict(
+        _fastest(measured),
+        _fastest([row for row in measured if row.configuration.is_torch]),
+        _fastest([row for row in measured if not row.configuration.is_torch]),
+    )
 
 
 def _fastest(rows: Sequence[Row]) -> Any:
@@ -137,33 +130,30 @@ class Result:
     Attributes:
         source: The user's SOURCE.
         transform: The user's `--transform`; None without one.
+        size: The user's `--size`; None without one.
         length: The number of samples of the dataset.
         num_samples: The number of samples of an epoch.
-        sample_nbytes: Bytes of a decoded sample, by size.
+        sample_nbytes: Bytes of a decoded sample; 0 if unknown.
         rounds: How often each configuration was to run.
         machine: Where it ran, see `this_machine`.
         rows: Of each configuration.
-        build_s: Seconds that each LMDB cache took to build, by size.
+        build_s: Seconds that the LMDB cache took to build; None without one.
         others_share: The share of the CPUs that other processes used; None if unknown.
         warnings: Sentences about conditions that make the figures doubtful.
     """
 
     source: str
     transform: str | None
+    size: int | tuple[int, int] | None
     length: int
     num_samples: int
-    sample_nbytes: dict[str, int]
+    sample_nbytes: int
     rounds: int
     machine: dict[str, Any]
     rows: list[Row]
-    build_s: dict[str, float] = field(default_factory=dict)
+    build_s: float | None = None
     others_share: float | None = None
     warnings: list[str] = field(default_factory=list)
-
-    def settings(self, name: str) -> tuple[Any, ...]:
-        """The values of an attribute of the configurations, such as `batch_size`."""
-        values = dict.fromkeys(getattr(row.configuration, name) for row in self.rows)
-        return tuple(value for value in values if value is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; see docs/command-line.md."""

@@ -226,12 +226,12 @@ def names(option: str, choices: tuple[str, ...], text: str) -> Any:
     def parse(value: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
-            if choices and word not in choices:
+            if word not in choices:
                 said = f"some of {','.join(choices)}, but got {word!r}{did_you_mean(word, choices)}"
                 raise CommandError(f"{option} should be {said}")
         return words
 
-    return typer.Option(parser=parse, metavar=",".join(choices) or "PIXELS", help=text)
+    return typer.Option(parser=parse, metavar=",".join(choices), help=text)
 
 
 Source = Annotated[

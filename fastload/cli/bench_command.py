@@ -6,7 +6,6 @@ Wrong options end the command before anything is measured.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +15,12 @@ import typer
 from fastload.bench.configurations import CACHES
 from fastload.cli.arguments import (
     Output,
+    Size,
     Source,
     json_writer,
     names,
     number,
     numbers,
-    parse_size,
     whole_number,
     write_output,
 )
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 
     from fastload.bench.result import Result
     from fastload.bench.run import Settings
-
-_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
 def _scratch(path: str) -> str:
@@ -57,9 +54,8 @@ def bench(
         Any, numbers("--num-workers", 0, "Default: 0, half of the CPUs, all CPUs.")
     ] = None,
     batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
-    start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
     cache: Annotated[Any, names("--cache", CACHES, "Default: all; ram only if all samples fit.")] = None,
-    size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
+    size: Size = None,
     samples: Annotated[
         Any,  # int | None
         typer.Option(
@@ -101,24 +97,10 @@ def bench(
     from fastload.bench.report import report_lines
     from fastload.bench.run import Settings
 
-    settings = Settings(
-        source,
-        transform,
-        num_workers,
-        batch_size,
-        start_method,
-        cache,
-        size,
-        samples,
-        minutes,
-        rounds,
-        scratch,
+    result = _measured(
+        Settings(source, transform, num_workers, batch_size, cache, size, samples, minutes, rounds, scratch)
     )
-    sides = {name: None if name is None else parse_size(name) for name in settings.sizes or (None,)}
-    result = _measured(settings, sides)
-
-    setup = {name: setup_code(source, side, settings.transform) for name, side in sides.items()}
-    plain, lines = result.as_dict(), report_lines(result, setup)
+    plain, lines = result.as_dict(), report_lines(result, setup_code(source, size, transform))
     code, complaint = ExitCode.FINE, ""
     if not any(row.is_measured for row in result.rows):
         code, complaint = ExitCode.FAILED, f"no configuration could be measured: {result.rows[0].problem}"
@@ -128,21 +110,21 @@ def bench(
     return Answer(plain, lines, code, complaint)
 
 
-def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
+def _measured(settings: Settings) -> Result:
     """The result of a benchmark; after Ctrl-C, what was measured so far is printed."""
     from fastload.bench.report import table_lines
     from fastload.bench.run import Benchmark, NoBatchError
     from fastload.bench.subprocess_runner import RunFailedError
 
     source = settings.source
-    datasets = {name: open_source(source, size) for name, size in sides.items()}
+    dataset = open_source(source, settings.size)
     transform = None if settings.transform is None else open_transform(settings.transform)
-    if not all(map(len, datasets.values())):
+    if not len(dataset):
         raise CommandError(f"{source} has no samples", ExitCode.FAILED)
     benchmark = None
     with _ended_in_order():
         try:
-            benchmark = Benchmark(settings, datasets, transform)
+            benchmark = Benchmark(settings, dataset, transform)
             benchmark.run()
         except NoBatchError as error:
             cure = "add --transform MODULE:NAME, such as a crop to samples of one shape"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.bench.report import ending_lines, report_lines
-from fastload.bench.result import Ratio, verdicts
+from fastload.bench.result import Ratio, verdict_of
 from tests.bench.made_up import PLAIN, RAM, TORCH, rates, result, results, row
 
 if TYPE_CHECKING:
@@ -45,23 +44,12 @@ def test_rounds_that_disagree_show_no_difference(mine: Any, theirs: Any, is_with
 def test_the_fastest_has_the_highest_median_of_all_that_were_measured(some: Result) -> None:
     """Rows that failed never win, whatever they measured before."""
     measured = [one for one in some.rows if not one.problem]
-    found = verdicts(some.rows)
-    assert len(found) == (1 if measured else 0)
-    for verdict in found:
+    verdict = verdict_of(some.rows)
+    assert (verdict is None) == (not measured)
+    if verdict is not None:
         assert verdict.fastest.rate == max(one.rate for one in measured)
         assert not verdict.fastest.problem
         assert (verdict.gain is None) == (verdict.torch is None or verdict.fastload is None)
-
-
-def test_sizes_do_not_compete() -> None:
-    """Smaller images are less work: each size has a verdict of its own."""
-    rows = [
-        row(dataclasses.replace(configuration, size=size), rate)
-        for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
-        for configuration in (TORCH, PLAIN)
-    ]
-    found = verdicts(rows)
-    assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
 
 
 @given(results())
@@ -70,7 +58,7 @@ def test_a_result_survives_json(some: Result) -> None:
     assert json.loads(json.dumps(some.as_dict())) == some.as_dict()
 
 
-SETUP = {None: ["dataset = []"]}
+SETUP = ["dataset = []"]
 CACHED, OURS = (
     'DataLoader(CachedDataset(dataset, cache="ram"), batch_size=64',
     "from fastload import DataLoader",
@@ -124,7 +112,7 @@ def test_the_ending_has_the_fastest_code_and_its_gain(torchs: Any, other: Row, c
 
 
 def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
-    """Text in brackets is no markup. A warning comes between the table and the fastest loader."""
+    """A warning comes between the table and the fastest loader."""
     text = "failed: KeyError: [bold]"
     rows = row(TORCH, 10.0, 12.0), row(PLAIN, problem=text), row(RAM, problem=text)
     lines = report_lines(result(*rows, warnings=["the machine was busy"]), SETUP)
