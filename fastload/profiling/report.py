@@ -65,7 +65,7 @@ class LoaderReport:
         bottleneck: The stage that the verdict names, "worker" or "start"; empty if the loop hardly waits.
         bottleneck_text: The same in one sentence; empty likewise.
         verdict: The most important fact in one or two sentences.
-        suggestions: At most four changes, the largest gain first, and other machines last.
+        suggestions: At most four changes, the largest gain first.
     """
 
     name: str
