@@ -233,11 +233,11 @@ def doctor(
         ),
     ] = None,
 ) -> Answer:
-    """Show what this machine offers a data loader, and how to debug.
+    """Show what this machine offers a data loader.
 
-    Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
-    With SOURCE: how many bytes it takes, whether they fit into RAM and on the disk, and the line of code to
-    use; estimated from a few samples. Changes nothing.
+    Prints versions, CPUs, memory, and how fast each GPU gets data. With SOURCE: how many bytes it takes,
+    whether they fit into RAM and on the disk, and the line of code to use; estimated from a few samples.
+    Changes nothing.
     """
     if source is None:
         from fastload.training.machine_report import machine_report
