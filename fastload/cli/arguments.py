@@ -81,25 +81,16 @@ def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callab
     return parse
 
 
-def output_file(option: str) -> Callable[[str], str]:
-    """A parser of files that a command writes at the end, checked before hours are spent."""
-
-    def parse(path: str) -> str:
-        directory = os.path.dirname(os.path.abspath(path))
-        if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
-            raise CommandError(f"{option} should be a file in a directory that can be written, not {path!r}")
-        return path
-
-    return parse
+def output_file(path: str) -> str:
+    """Parse the file that a command writes at the end, checked before hours are spent."""
+    directory = os.path.dirname(os.path.abspath(path))
+    if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
+        raise CommandError(f"--output should be a file in a directory that can be written, not {path!r}")
+    return path
 
 
-def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
-    """Write a file completely, or keep the old one.
-
-    Args:
-        option: The option, for messages.
-        path: The file.
-        write: Writes to its argument, a path.
+def write_output(path: str, result: Any) -> None:
+    """Write a result as JSON, completely, or keep the old file.
 
     Raises:
         CommandError: The file could not be written.
@@ -107,23 +98,14 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
     partial = f"{path}.{os.getpid()}.partial"
     failed = functools.partial(CommandError, exit_code=ExitCode.FAILED)
     try:
-        with write_errors_as(failed, option, path):
-            write(partial)
+        with write_errors_as(failed, "--output", path):
+            with open(partial, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1)
+                file.write("\n")
             os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-
-
-def json_writer(result: Any) -> Callable[[str], None]:
-    """A function for `write_output` that writes a result as JSON."""
-
-    def write(path: str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-
-    return write
 
 
 # --- sizes, numbers and names ----------------------------------------------------------------------------
@@ -256,7 +238,7 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        parser=output_file("--output"),
+        parser=output_file,
         metavar="FILE.json",
         help="Write the whole result as JSON.",
     ),

@@ -17,7 +17,6 @@ from fastload.cli.arguments import (
     Output,
     Size,
     Source,
-    json_writer,
     names,
     number,
     numbers,
@@ -105,7 +104,7 @@ def bench(
     if not any(row.is_measured for row in result.rows):
         code, complaint = ExitCode.FAILED, f"no configuration could be measured: {result.rows[0].problem}"
     if output is not None:
-        write_output("--output", output, json_writer(plain))
+        write_output(output, plain)
         lines.append(f"written to {output}")
     return Answer(plain, lines, code, complaint)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, one_of, output_file, whole_number
+from fastload.cli.arguments import Output, one_of, whole_number
 from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -186,14 +186,6 @@ def profile(
         ),
     ] = "0",
     output: Output = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            parser=output_file("--trace"),
-            metavar="FILE.json",
-            help="Write a trace for Perfetto or chrome://tracing.",
-        ),
-    ] = None,
 ) -> Any:
     """Run SCRIPT as python does, and report how long its training loops wait for data.
 
@@ -204,7 +196,6 @@ def profile(
     """
     from fastload.cli.script import profile_script
 
-    files = {"--output": output, "--trace": trace}
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(
         profile_script,
@@ -212,7 +203,7 @@ def profile(
         list(args or ()),
         as_module=is_module,
         replay=replay,
-        files=files,
+        output=output,
         options=_long_options(context),
     )
 

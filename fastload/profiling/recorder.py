@@ -65,12 +65,10 @@ class Epoch:
 
     Attributes:
         start_ns: When `iter()` was called.
-        ready_ns: When `iter()` returned.
         end_ns: When the loop asked for a batch after the last one; 0 if it was left early or continues.
     """
 
     start_ns: int
-    ready_ns: int
     end_ns: int = 0
 
 
@@ -178,7 +176,7 @@ class Recorder:
             finally:
                 this_thread.loader = None
             record.info |= worker_settings(loader)
-            record.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
+            record.epochs.append(Epoch(start_ns))
             # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
             with contextlib.suppress(AttributeError):
                 iterator._fastload_recorder = StepRecorder(self, record, iterator)

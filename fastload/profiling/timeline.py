@@ -177,14 +177,6 @@ class Timeline:
         idle_s = mean([seconds(batch.waited_ns) for batch in self.warm])
         return self.make_s / (self.make_s + idle_s) if self.make_s else 0.0
 
-    def steps(self) -> Iterable[tuple[Step, int]]:
-        """Each step, by epoch, and when the loop asked for the next batch; 0 if it did not."""
-        by_epoch = sorted(self.record.steps, key=lambda step: step.epoch)
-        for step, after in itertools.pairwise([*by_epoch, None]):
-            if step is not None:
-                has_next = after is not None and after.epoch == step.epoch
-                yield step, after.start_ns if after and has_next else self.record.epochs[step.epoch].end_ns
-
 
 def mean(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
@@ -223,18 +215,19 @@ def timeline_of(
 
 
 def _add_steps(timeline: Timeline) -> None:
-    by_epoch: dict[int, list[tuple[Step, int]]] = defaultdict(list)
-    for step, next_ns in timeline.steps():
-        by_epoch[step.epoch].append((step, next_ns))
+    by_epoch: dict[int, list[Step]] = defaultdict(list)
+    for step in timeline.record.steps:
+        by_epoch[step.epoch].append(step)
     num_warm_up = min(NUM_WARM_UP, len(by_epoch[0]) // 10)
-    for number, steps in by_epoch.items():
+    for number, steps in sorted(by_epoch.items()):
         if not steps:
             continue
-        start_ns, first_ns = timeline.record.epochs[number].start_ns, steps[0][0].end_ns
-        last_ns = steps[-1][1] or steps[-1][0].end_ns
-        timeline.total_s += seconds(last_ns - (start_ns if timeline.starts else first_ns))
-        timeline.starts.append(seconds(first_ns - start_ns))
-        for step, next_ns in steps[1 if number else 1 + num_warm_up :]:
+        epoch, first_ns = timeline.record.epochs[number], steps[0].end_ns
+        nexts_ns = [*(step.start_ns for step in steps[1:]), epoch.end_ns]  # 0: the loop asked for no more
+        last_ns = nexts_ns[-1] or steps[-1].end_ns
+        timeline.total_s += seconds(last_ns - (epoch.start_ns if timeline.starts else first_ns))
+        timeline.starts.append(seconds(first_ns - epoch.start_ns))
+        for step, next_ns in list(zip(steps, nexts_ns, strict=True))[1 if number else 1 + num_warm_up :]:
             if not next_ns:
                 continue  # the loop was left in this step
             wait_s, compute_s = seconds(step.end_ns - step.start_ns), seconds(next_ns - step.end_ns)
