@@ -242,8 +242,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --output no/such/file", 2, "should be a file"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
-    ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
-    ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.
 CLOSED: list[tuple[str, str, int, str]] = [
@@ -484,13 +482,15 @@ def on_a_terminal(*words: str) -> tuple[int, list[str]]:
     return process.wait(90), re.split(r"[\r\n]+", text)
 
 
-def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
-    """Not for the one that runs the command."""
+def test_completion_is_installed_for_the_shell_that_runs_the_command(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """By typer, which fastload's own handling of errors leaves alone."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for shell in ("bash", "zsh", "fish"):
-        result = fastload_("--install-completion", shell)
-        assert result.exit_code == 0, result.output
-        assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    result = fastload_("--install-completion")
+    assert result.exit_code == 0, result.output
+    assert f"bash completion installed in {tmp_path}" in result.output.replace("\n", "")
 
 
 # --- build, info and verify ------------------------------------------------------------------------------

@@ -66,9 +66,6 @@ APP: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 
-_COMPLETION = ("--install-completion", "--show-completion")  # typer's options
-_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
-
 _PLANS = "fastload.cache.build.plan"  # a module that is slow to import
 
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
@@ -97,8 +94,6 @@ class CommandGroup(TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         options["standalone_mode"] = False
         try:
-            if len(words) > 1 and words[0] in _COMPLETION:
-                self._complete(*words[:2])
             code = super().main(words, *rest, **options)
             if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
                 raise KeyboardInterrupt
@@ -114,14 +109,6 @@ class CommandGroup(TyperGroup):
             code()
             code = ExitCode.FINE
         sys.exit(int(code or 0))
-
-    def _complete(self, option: str, shell: str) -> None:
-        """Run the option for a named shell: typer's own ignores the word, and finds the shell itself."""
-        if shell not in _SHELLS:
-            raise CommandError(f"{option} knows the shells {', '.join(_SHELLS)}, but got {shell!r}")
-        with self.make_context("fastload", []) as context:
-            parameter: Any = next(each for each in self.params if option in each.opts)
-            parameter.callback(context, parameter, shell)  # exits
 
 
 def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
