@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.system.cpus import worthwhile_cpus
+from fastload.system.limits import read_text
 from fastload.version import __version__
 
 if TYPE_CHECKING:
@@ -110,8 +111,7 @@ def _fastest(rows: Sequence[Row]) -> Any:
 
 def this_machine() -> dict[str, Any]:
     """The hardware and the versions on which the speed depends."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []  # Linux alone has it
+    lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
