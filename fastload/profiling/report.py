@@ -234,7 +234,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
             )
             for stage in timeline.stages
         ],
-        outside={stage.stage: timeline.stage_s(stage.stage) * 1e3 for stage in timeline.outside},
+        outside={stage: spent_s * 1e3 for stage, spent_s in timeline.outside.items()},
         lines=timeline.lines[:5],
         bottleneck=bottleneck,
         bottleneck_text=bottleneck_text,

@@ -99,9 +99,8 @@ def find_bottleneck(timeline: Timeline) -> tuple[str, str]:
     if slow:
         return "worker", f"The bottleneck is one slow worker: {slow}."
     outside = _outside(timeline)
-    if outside is not None:
-        text = f"{STAGE_NAMES[outside.stage]}: workers wait for work meanwhile"
-        return outside.stage, f"The bottleneck is {text}."
+    if outside:
+        return outside, f"The bottleneck is {STAGE_NAMES[outside]}: workers wait for work meanwhile."
     by_stage = {part.stage: timeline.stage_s(part.stage) for part in timeline.stages}
     total_s = sum(by_stage.values())
     if not total_s:
@@ -144,13 +143,13 @@ def _slow_worker(timeline: Timeline) -> str:
     return f"worker {slowest} takes {times[slowest] / others:.1f} times as long for a batch as the others"
 
 
-def _outside(timeline: Timeline) -> Stage | None:
-    """The transport, if the workers wait for work while the loop waits for data."""
+def _outside(timeline: Timeline) -> str:
+    """The largest part of the transport, if workers wait for work while the loop waits for data; else ""."""
     utilization = timeline.utilization
     if utilization is None or utilization > 0.7 or not timeline.outside:
-        return None
-    largest = timeline.outside[0]
-    return largest if largest.wall_s >= mean(timeline.waits) / 3 else None
+        return ""
+    stage, spent_s = next(iter(timeline.outside.items()))
+    return stage if spent_s >= mean(timeline.waits) / 3 else ""
 
 
 # --- changes ---------------------------------------------------------------------------------------------

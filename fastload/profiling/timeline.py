@@ -92,7 +92,8 @@ class Timeline:
         batches: The finished batches, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines that workers ran, with their shares of the stack samples, largest first.
-        outside: Stages outside of making a batch, in seconds per batch: sending, receiving, pinning, copying.
+        outside: Sending, receiving, pinning and copying, outside of making a batch, in seconds per batch; the
+            largest first.
     """
 
     record: LoaderRecord
@@ -106,7 +107,7 @@ class Timeline:
     batches: dict[int, list[Batch]] = field(default_factory=lambda: defaultdict(list))
     stages: list[Stage] = field(default_factory=list)
     lines: list[tuple[str, float]] = field(default_factory=list)
-    outside: list[Stage] = field(default_factory=list)
+    outside: dict[str, float] = field(default_factory=dict)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Timeline:
 
     def stage_s(self, stage: str) -> float:
         """Seconds per batch in a stage, of making a batch or outside of it."""
-        return sum(part.wall_s for part in (*self.stages, *self.outside) if part.stage == stage)
+        return sum(part.wall_s for part in self.parts(stage)) + self.outside.get(stage, 0.0)
 
     @property
     def receiving_s(self) -> float:
@@ -248,14 +249,17 @@ def _add_stages(timeline: Timeline) -> None:
                 total[:] = map(int.__add__, total, sums)
     num_detailed = totals[OWN_CODE][0] if totals else 0
     for (stage, name), sums in totals.items():
-        timeline.stages += _split(_stage(stage, name, sums, num_detailed), timeline.machine)
+        calls, wall_ns, cpu_ns, nbytes, num_pixels = sums
+        times = seconds(wall_ns) / num_detailed, seconds(cpu_ns) / num_detailed
+        sizes = nbytes / max(calls, 1), num_pixels / max(calls, 1)
+        timeline.stages += _split(Stage(stage, name, *times, *sizes, calls / num_detailed), timeline.machine)
     timeline.stages.sort(key=lambda stage: -stage.wall_s)
 
 
 def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
     info = timeline.info
     num_samples: dict[str, int] = defaultdict(int)  # stack samples, by line
-    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    times_ns: dict[str, list[int]] = defaultdict(list)
     pins = info["pin_memory"] or info["device"] is not None
     for event in events:
         is_mine = event.loader == timeline.record.number
@@ -263,23 +267,14 @@ def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
         is_of_batch = (event.stage != probes.SEND) == (event.worker < 0)
         if event.stage == LINE:
             if is_mine:
-                num_samples[event.name] += 1
+                num_samples[event.line] += 1
         elif is_of_batch and (is_mine or (event.loader < 0 and (pins or event.stage == probes.COPY))):
-            sums = totals[event.stage, event.name]
-            sums[:] = map(int.__add__, sums, (1, event.wall_ns, event.cpu_ns))
-    for (stage, name), sums in totals.items():
-        timeline.outside.append(_stage(stage, name, sums, sums[0]))
+            times_ns[event.stage].append(event.wall_ns)
+    means = {stage: seconds(mean(times)) for stage, times in times_ns.items()}
+    timeline.outside = dict(sorted(means.items(), key=lambda each: -each[1]))
     total = sum(num_samples.values())
     timeline.lines = [(line, number / total) for line, number in num_samples.items()]
     timeline.lines.sort(key=lambda line: -line[1])
-    timeline.outside.sort(key=lambda stage: -stage.wall_s)
-
-
-def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stage:
-    calls, wall_ns, cpu_ns, *sizes = sums
-    times = seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches
-    nbytes, num_pixels = [size / max(calls, 1) for size in sizes] or (0.0, 0.0)
-    return Stage(stage, name, *times, nbytes, num_pixels, calls / num_batches)
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
