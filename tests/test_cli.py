@@ -232,24 +232,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
     ("bench ZOO --num-workers 0,two", 2, "--num-workers should be numbers from 0"),
     ("bench ZOO --batch-size 0", 2, "--batch-size should be numbers from 1"),
-    ("bench ZOO --start-method clone", 2, "but got 'clone'"),
+    ("bench ZOO --size 64", 2, "--size is for folders"),
     ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
     ("bench ZOO --cache rma", 2, "none,ram,lmdb, but got 'rma': did you mean ram[?]$"),
     ("bench ZOO --minutes x", 2, "--minutes should be a number from 0 on, but got 'x'$"),
-    ("bench ZOO --tolerance 3", 2, "--tolerance should be a number from 0 to 1, but got '3'$"),
     ("bench ZOO --rounds 0", 2, "--rounds should be a whole number from 1 on, but got '0'$"),
     ("bench", 2, "^UsageError: SOURCE is missing: `fastload bench --help` shows the arguments$"),
     ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
     ("bench ZOO --output no/such/file", 2, "should be a file"),
-    ("bench ZOO --chart empty", 2, "--chart should be a file"),
-    ("bench ZOO --relative", 2, "--relative is for --baseline"),
-    ("bench ZOO --baseline nope", 2, "make one with --output"),
-    ("bench ZOO --baseline 'a b'", 2, "make one with --output 'a b'"),
-    ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
-    ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
-    ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.
 CLOSED: list[tuple[str, str, int, str]] = [
@@ -420,14 +412,14 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
     assert "\n  cache    Build and manage caches of decoded samples and files.\n" in done.stderr
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
-    assert listed == ["0", "1", "2", "3", "4", "75", "130"]
+    assert listed == ["0", "1", "2", "3", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
     assert "|".join(CACHE_CODECS) in re.sub(r"\s", "", run("build", "--help").stdout)  # what --codec offers
 
 
 COMMANDS = {
-    "": {0, 1, 2, 3, 4, 75, 130},
-    "bench": {0, 1, 2, 4, 130},
+    "": {0, 1, 2, 3, 75, 130},
+    "bench": {0, 1, 2, 130},
     "doctor": {0, 1, 2, 130},
     "run": {2},
     "profile": {2},
@@ -490,13 +482,15 @@ def on_a_terminal(*words: str) -> tuple[int, list[str]]:
     return process.wait(90), re.split(r"[\r\n]+", text)
 
 
-def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
-    """Not for the one that runs the command."""
+def test_completion_is_installed_for_the_shell_that_runs_the_command(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """By typer, which fastload's own handling of errors leaves alone."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for shell in ("bash", "zsh", "fish"):
-        result = fastload_("--install-completion", shell)
-        assert result.exit_code == 0, result.output
-        assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    result = fastload_("--install-completion")
+    assert result.exit_code == 0, result.output
+    assert f"bash completion installed in {tmp_path}" in result.output.replace("\n", "")
 
 
 # --- build, info and verify ------------------------------------------------------------------------------

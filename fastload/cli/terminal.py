@@ -40,7 +40,6 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     SKIPPED = 3  # with --strict
-    SLOWER = 4
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
@@ -50,7 +49,6 @@ _MEANINGS = {
     ExitCode.FAILED: "failed: a source or a file cannot be read, or damage was found",
     ExitCode.USAGE: "wrong usage, such as a path that does not exist",
     ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
-    ExitCode.SLOWER: "slower than the --baseline",
     ExitCode.BUSY: "another build is running: try again later",
     ExitCode.INTERRUPTED: "interrupted: run the same command again to continue",
 }
@@ -67,9 +65,6 @@ APP: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-
-_COMPLETION = ("--install-completion", "--show-completion")  # typer's options
-_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 _PLANS = "fastload.cache.build.plan"  # a module that is slow to import
 
@@ -99,8 +94,6 @@ class CommandGroup(TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         options["standalone_mode"] = False
         try:
-            if len(words) > 1 and words[0] in _COMPLETION:
-                self._complete(*words[:2])
             code = super().main(words, *rest, **options)
             if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
                 raise KeyboardInterrupt
@@ -116,14 +109,6 @@ class CommandGroup(TyperGroup):
             code()
             code = ExitCode.FINE
         sys.exit(int(code or 0))
-
-    def _complete(self, option: str, shell: str) -> None:
-        """Run the option for a named shell: typer's own ignores the word, and finds the shell itself."""
-        if shell not in _SHELLS:
-            raise CommandError(f"{option} knows the shells {', '.join(_SHELLS)}, but got {shell!r}")
-        with self.make_context("fastload", []) as context:
-            parameter: Any = next(each for each in self.params if option in each.opts)
-            parameter.callback(context, parameter, shell)  # exits
 
 
 def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
