@@ -755,21 +755,6 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     assert not dest.exists()
 
 
-@pytest.mark.usefixtures("settled")
-def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> None:
-    """`verify --rebase` says how many are there, and how many are not."""
-    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png"), tmp_path / "files"
-    told("build", root, dest, "--by", "file", "--num-workers", "0")
-    shutil.copytree(root, tmp_path / "copied")
-    (tmp_path / "copied/a/1.png").write_bytes(b"another file")
-    found = told("verify", dest, "--rebase", tmp_path / "copied")
-    text = run("verify", dest, "--rebase", tmp_path / "copied").stdout
-    counts = {name: found[name] for name in ("num_files", "num_known", "num_unsettled", "num_missing")}
-    assert counts == {"num_files": 2, "num_known": 1, "num_unsettled": 0, "num_missing": 1}
-    assert f"1 of 2 files below {tmp_path}/copied are in the cache" in text
-    assert "there is none" in told("verify", dest, "--rebase", tmp_path / "none", code=2)["error"]
-
-
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
     """Nor the other way around, and a finished cache of samples is left alone."""
     root = images(tmp_path / "photos", "a/1.png")
@@ -777,7 +762,6 @@ def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
-    assert "--rebase is for decoded files" in told("verify", samples, "--rebase", root, code=2)["error"]
     assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
     assert told("verify", samples)["num_damaged"] == 0
 
