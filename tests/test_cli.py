@@ -533,11 +533,6 @@ def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
     whole = run("build", folder, tmp_path / "my 'own' cache", "--size", "8x10")
     assert whole.exit_code == 0, whole.stderr
     assert advised(whole.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
-    images(folder, "a/4.png", shape=(30, 20, 3))
-    mixed = run("build", folder, tmp_path / "mixed", "--size", "10")
-    assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
-    assert "--size 256x256" in mixed.stderr
-    assert "different shapes" not in whole.stderr
 
 
 def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:

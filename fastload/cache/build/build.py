@@ -26,7 +26,7 @@ from fastload.cache.build.plan import (
     leaf_name,
     make_plan,
 )
-from fastload.cache.build.random_check import read_unnoticed, readable, spread_indices
+from fastload.cache.build.random_check import read_unnoticed, readable
 from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
@@ -57,7 +57,6 @@ _CHECKS = {
     "on_error": one_of("raise", "skip"),
 }
 _EXAMPLES = 3  # samples in which photographs are told from masks
-_MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
 def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LMDBCache:
@@ -388,26 +387,4 @@ class Build:
             )
         cache = LMDBCache(path)
         cache.reason = "built now, as it did not exist"
-        _report_shapes(cache)
         return cache
-
-
-def _report_shapes(cache: LMDBCache) -> None:
-    """Log if arrays of samples differ in shape, which would fail in the first training batch."""
-    indices = spread_indices(cache.num_samples, _MAX_COMPARED)
-    specs = {spec for index in indices if (spec := cache.spec_of(index)) is not None}
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for spec in specs:
-        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
-            if leaf.kind in ("array", "tensor"):
-                shapes.setdefault(path, set()).add(leaf.shape)
-    path, different = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
-    if len(different) > 1:
-        first, second = sorted(different)[:2]
-        log.info(
-            "%s: the samples have at least %d different shapes at %s, such as %s and %s, but torch's "
-            "default_collate makes batches of equal shapes only. Scale every image to one height and width "
-            "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
-            "transform, or pass a collate_fn",
-            *(cache.path, len(different), path, first, second),
-        )
