@@ -68,7 +68,7 @@ LossyLeaf = Annotated[
     typer.Option(
         metavar="NAME",
         help=f"The image that {_LOSSY} change, such as 'image' or '0'; all others are exact. Default: the "
-        "one that looks like a photograph.",
+        "only one of a sample.",
     ),
 ]
 NumWorkers = Annotated[
