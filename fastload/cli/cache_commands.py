@@ -591,7 +591,7 @@ def hold(
             parser=duration,
             metavar="TIME",
             show_default=False,
-            help="How long, such as 90s, 30m or 2h; until Ctrl-C or SIGTERM by default.",
+            help="How long, such as 90s, 30m or 2h; until Ctrl-C by default.",
         ),
     ] = None,
 ) -> Answer:
@@ -603,7 +603,7 @@ def hold(
     from fastload.cache.ram.file_store import hold_store
 
     def log_start(num_files: int, nbytes: int) -> None:
-        end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C or SIGTERM"
+        end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C"
         log.info("holding decoded files, now %s in %s, %s", f"{num_files:,}", readable_size(nbytes), end)
 
     result = hold_store(limit_s, log_start)
