@@ -25,7 +25,7 @@ from fastload.cache.format.fingerprint import KEY_PART, fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
 from fastload.cache.format.undecoded import holds_images
 from fastload.cache.lmdb.description import Plan, why_different
-from fastload.errors import CacheMismatchError, UnsupportedSampleError
+from fastload.errors import BuildRefusedError, CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.images.geometry import MIN_SIDE
 from fastload.nested import tree
@@ -82,14 +82,14 @@ def make_plan(
         num_shards: None for files of about 1 GiB.
 
     Raises:
-        ValueError: The codec is "source", and a sample has no undecoded image.
+        BuildRefusedError: The codec is "source", and a sample has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
     index = min(probed, default=0)
     example = probed.get(index)
     if codec == SOURCE and probed and not holds_images(example):
-        raise ValueError(
+        raise BuildRefusedError(
             f'codec "{SOURCE}" stores the files of images, but sample {index} is '
             f"{tree.structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
             "use fastload.ImageFolder without size=, or choose a different codec"
@@ -146,13 +146,15 @@ def find_lossy_leaf(
         name: The user's name or path of the leaf; None for the only image of a sample.
 
     Raises:
-        ValueError: No leaf or several leaves fit; the error lists the leaves.
+        BuildRefusedError: No leaf or several leaves fit; the error lists the leaves.
     """
     if not is_lossy(codec, quality):
         if name is None:
             return None
         exact = codec if quality is None else f"{codec} of quality {quality}"
-        raise ValueError(f"lossy_leaf={name!r} is for {' and '.join(LOSSY)}, but {exact} changes no pixels")
+        raise BuildRefusedError(
+            f"lossy_leaf={name!r} is for {' and '.join(LOSSY)}, but {exact} changes no pixels"
+        )
     images: dict[str, tuple[int, ...]] = {}  # the shapes of all that can be an image or a mask
     changeable: dict[str, tuple[int, ...]] = {}  # those that the codec would change
     for sample in samples:
@@ -174,7 +176,7 @@ def find_lossy_leaf(
         return None
     shapes = ", ".join(f"{leaf_name(path)} of shape {shape}" for path, shape in listed.items())
     example = leaf_name(next(iter(changeable), "NAME"))
-    raise ValueError(
+    raise BuildRefusedError(
         f'codec "{codec}" changes pixels, so it is for one leaf of a sample, a photograph, and all others, '
         f"such as masks, stay exact: {problem}. The images are: {shapes or 'none'}. Name the photograph with "
         f"lossy_leaf={example!r} (--lossy-leaf {example} on the command line), or choose codec png"
