@@ -175,11 +175,11 @@ def find_lossy_leaf(
     if not samples or (name is None and not changeable):
         return None
     shapes = ", ".join(f"{leaf_name(path)} of shape {shape}" for path, shape in listed.items())
-    example = leaf_name(next(iter(changeable), "NAME"))
+    named = " or ".join(f"lossy_leaf={leaf_name(path)!r}" for path in changeable or ["NAME"])
     raise BuildRefusedError(
         f'codec "{codec}" changes pixels, so it is for one leaf of a sample, a photograph, and all others, '
         f"such as masks, stay exact: {problem}. The images are: {shapes or 'none'}. Name the photograph with "
-        f"lossy_leaf={example!r} (--lossy-leaf {example} on the command line), or choose codec png"
+        f"{named} (--lossy-leaf on the command line), or choose codec png"
     )
 
 
