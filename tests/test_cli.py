@@ -176,10 +176,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build half_photos made", 2, "Found no valid file for the classes dog in half_photos."),
     *(
         (f"cache build {source} made", 2, NEITHER.format(source))
-        for source in ("no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
+        for source in ("fotos", "no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
     ),
-    ("cache build fotos made", 2, "'fotos' is neither: did you mean photos[?]$"),
-    ("cache build with_objects.number made", 2, "is neither: did you mean with_objects:number[?]$"),
     ("cache build with_objects:dat made", 2, "has no 'dat': did you mean data[?]$"),
     ("cache build tests.no_such_module:factory made", 2, "no module"),
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
@@ -527,11 +525,6 @@ def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
     whole = run("build", folder, tmp_path / "my 'own' cache", "--size", "8x10")
     assert whole.exit_code == 0, whole.stderr
     assert advised(whole.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
-    images(folder, "a/4.png", shape=(30, 20, 3))
-    mixed = run("build", folder, tmp_path / "mixed", "--size", "10")
-    assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
-    assert "--size 256x256" in mixed.stderr
-    assert "different shapes" not in whole.stderr
 
 
 def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
@@ -749,21 +742,6 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     assert not dest.exists()
 
 
-@pytest.mark.usefixtures("settled")
-def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> None:
-    """`verify --rebase` says how many are there, and how many are not."""
-    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png"), tmp_path / "files"
-    told("build", root, dest, "--by", "file", "--num-workers", "0")
-    shutil.copytree(root, tmp_path / "copied")
-    (tmp_path / "copied/a/1.png").write_bytes(b"another file")
-    found = told("verify", dest, "--rebase", tmp_path / "copied")
-    text = run("verify", dest, "--rebase", tmp_path / "copied").stdout
-    counts = {name: found[name] for name in ("num_files", "num_known", "num_unsettled", "num_missing")}
-    assert counts == {"num_files": 2, "num_known": 1, "num_unsettled": 0, "num_missing": 1}
-    assert f"1 of 2 files below {tmp_path}/copied are in the cache" in text
-    assert "there is none" in told("verify", dest, "--rebase", tmp_path / "none", code=2)["error"]
-
-
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
     """Nor the other way around, and a finished cache of samples is left alone."""
     root = images(tmp_path / "photos", "a/1.png")
@@ -771,14 +749,16 @@ def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
-    assert "--rebase is for decoded files" in told("verify", samples, "--rebase", root, code=2)["error"]
     assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
     assert told("verify", samples)["num_damaged"] == 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """What a process stored meanwhile is there after its end; the command says what it held."""
+    """What a process stored meanwhile is there after its end, and gone after the command's.
+
+    After Ctrl-C, the command says what it held.
+    """
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
     words = [sys.executable, "-m", "fastload", "cache", "hold", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
@@ -792,21 +772,15 @@ def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkey
         store.close()
         holder.send_signal(sent)
         out, err = holder.communicate(timeout=60)
-    assert (holder.returncode, err) == (0, "")
-    assert json.loads(out)["num_files"] == 1
-
-
-def test_a_thread_that_blocks_no_signal_does_not_end_the_holder(tmp_path: Path, monkeypatch: Any) -> None:
-    """Libraries start threads when they are imported, and the kernel may give a signal to any of them."""
-    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
-    code = (
-        "import os, signal, threading\n"
-        "from fastload.cache.ram.file_store import hold_store\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "hold_store(None, lambda *_: os.kill(os.getpid(), signal.SIGTERM)); print('ended')"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "ended\n")
+    assert err == ""
+    if sent == signal.SIGINT:
+        assert holder.returncode == 0
+        assert json.loads(out)["num_files"] == 1
+    else:
+        assert holder.returncode == -sent
+    store = open_store("64MB")
+    assert store.get(bytes(16)) is None
+    store.close()
 
 
 def test_decoded_files_are_held_for_a_time(tmp_path: Path, monkeypatch: Any) -> None:

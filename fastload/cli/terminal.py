@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import CacheBusyError, FastloadError
+from fastload.errors import BuildRefusedError, CacheBusyError, FastloadError
 from fastload.system.humanize import did_you_mean
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
@@ -65,8 +65,6 @@ APP: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-
-_PLANS = "fastload.cache.build.plan"  # a module that is slow to import
 
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
@@ -130,14 +128,8 @@ def _exit_code(error: Exception) -> ExitCode:
         return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
-    is_usage = names_nothing or isinstance(error, _ClickUsageError) or _is_refusal(error)
+    is_usage = names_nothing or isinstance(error, (_ClickUsageError, BuildRefusedError))
     return ExitCode.USAGE if is_usage else ExitCode.FAILED
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a build has refused options that do not fit the dataset: not an error of the dataset's own."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return type(error) is ValueError and frames[-1].f_globals.get("__name__") == _PLANS
 
 
 def _one_line(error: Exception) -> str:
@@ -145,7 +137,7 @@ def _one_line(error: Exception) -> str:
         text = _usage_text(error)
     elif isinstance(error, OSError) and error.strerror:
         text = why_unreadable(error)
-    elif isinstance(error, (FastloadError, CommandError, OSError)) or _is_refusal(error):
+    elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text

@@ -328,7 +328,7 @@ def _regions(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
         how = (
             f"decode only what {crops[0].name} keeps, if it is the first transform: return "
             "fastload.EncodedImage(path) from the dataset, without the transform, and use "
-            'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed'
+            'CachedDataset(dataset, transform, cache=None), with the extra "regions" installed'
         )
     num_pixels = max(part.num_pixels for part in images)
     share = next(share for maximum, share in _REGION_SHARES if num_pixels <= maximum)
