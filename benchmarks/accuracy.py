@@ -6,7 +6,7 @@ torch's loader, with only the import changed, and with a cache in RAM?
 
 Held out: speed. All three have one seed for the weights, the order and the crops, and two workers.
 `seed_albumentations=False` lets the crops be those under torch's loader. The network has three convolutions,
-and one thread trains it, so sums have one order. The pieces of photographs are those of decode_quality.py.
+and one thread trains it, so sums have one order. The pieces of photographs are those of pieces.py.
 
 Command: python benchmarks/accuracy.py [--epochs 10] [--save]
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 import albumentations as A
 import torch
-from decode_quality import make_pieces, network, pixels
 from harness import save
+from pieces import make_pieces, network, pixels
 
 import fastload
 

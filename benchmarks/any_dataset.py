@@ -51,7 +51,7 @@ LOADING = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 START_METHOD = "fork"
 SETTLED_S = 3  # files that were just written are not remembered
-TORCH, CROP_ONLY, CROP_FAST = "torch", "CachedDataset, cache=None", 'CachedDataset, cache=None, decode="fast"'
+TORCH, CROP_ONLY = "torch", "CachedDataset, cache=None"
 
 
 # --- datasets --------------------------------------------------------------------------------------------
@@ -183,12 +183,11 @@ def crop_only(folder: str) -> dict[str, Any]:
     """The same crops through a CachedDataset that keeps nothing."""
     crop = OwnFiles(folder).crop
 
-    def make(decode: str) -> Any:
-        images = fastload.ImageFolder(folder)
-        dataset = fastload.CachedDataset(images, transform=crop, cache=None, decode=decode)
+    def make() -> Any:
+        dataset = fastload.CachedDataset(fastload.ImageFolder(folder), transform=crop, cache=None)
         return fastload.DataLoader(dataset, BATCH_SIZE, **LOADING)
 
-    return {CROP_ONLY: lambda: make("exact"), CROP_FAST: lambda: make("fast")}
+    return {CROP_ONLY: make}
 
 
 def check_equal(makers: dict[str, Any]) -> None:

@@ -57,7 +57,6 @@ SHOWN = {
         "Crops and flips of whole batches by a `device_transform`, on the CPU; [on a GPU](#gpu), other "
         "kernels make them. Above 1, fastload is faster."
     ),
-    "decode_quality": 'The effect of `decode="fast"` on the pixels of crops and on the accuracy of a model.',
     "remote": (
         "Photographs from an object store on the same machine, by the latency added to each request; a plain "
         "dataset reads one object per access."
@@ -474,17 +473,6 @@ def unchanged_classes() -> str:
     )
 
 
-def reduced_size() -> str:
-    """What `decode="fast"` costs a small model that is trained and tested with it."""
-    results = json.loads((RESULTS / "decode_quality.json").read_text())
-    (change,) = results["questions"][-1]["ratios"].values()
-    return (
-        "**It can cost accuracy.** That of a small model, trained and tested this way, was "
-        f"{abs(change['value']):.1f} percentage points {'lower' if change['value'] < 0 else 'higher'} "
-        "([benchmarks](../../benchmarks/README.md#decode_quality))."
-    )
-
-
 def watching() -> str:
     """What `fastload profile` costs, and how exact its predictions are."""
     results = json.loads((RESULTS / "profiling.json").read_text())
@@ -560,7 +548,6 @@ def blocks() -> dict[Path, dict[str, str]]:
         DOCS / "guides" / "buckets.md": {"remote": latencies()},
         DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes()},
         DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
-        DOCS / "guides" / "larger-than-memory.md": {"decode_quality": reduced_size()},
         DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
         DOCS / "guides" / "recipes.md": {"small_images": small_images()},
         DOCS / "guides" / "reproducibility.md": {"seeding": seeding()},

@@ -42,7 +42,7 @@ class Size:
         return f"{self.width} x {self.height}"
 
 
-SMALL, LARGE, HUGE = Size(500, 375, 768, 0.0), Size(2048, 1536, 128, 3.0), Size(4000, 3000, 128, 3.0)
+SMALL, LARGE = Size(500, 375, 768, 0.0), Size(2048, 1536, 128, 3.0)
 
 
 def make_images(folder: Path, size: Size) -> None:

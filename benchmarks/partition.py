@@ -13,7 +13,7 @@ eight samples in each rank's batch. "No parts" is torch's DistributedSampler.
    mates of a sample are the other samples of its rank's batch. The figure is the share of them that were its
    mates in the epoch before too.
 
-The training is that of decode_quality.py, on smaller images: ten classes, 800 pieces of photographs. Two
+The network and the images are those of pieces.py, made smaller: ten classes, 800 pieces of photographs. Two
 nodes of two ranks are simulated in one process: each of the four batches of 16 passes through the network by
 itself, with statistics of its own in BatchNorm, and the four gradients are averaged. All ways get the same
 seeds, and thus the same first weights.
@@ -33,8 +33,8 @@ import albumentations as A
 import cv2
 import numpy as np
 import torch
-from decode_quality import NUM_EPOCHS, NUM_TEST, NUM_TRAIN, SIDE, make_pieces, network, pixels
 from harness import Contender, report, save
+from pieces import make_pieces, network, pixels
 from torch.utils.data import DistributedSampler
 
 import fastload
@@ -49,6 +49,9 @@ EPOCHS = 10
 NODES = (2, 8, 64)
 WAYS = {"no parts": False, "a part per node": True}
 
+SIDE = 32
+NUM_TRAIN, NUM_TEST = 800, 400
+NUM_EPOCHS = 12
 TRAINED_RANKS = 4
 TRAINED_BATCH = 16
 SIZE = (96, 128)

@@ -179,10 +179,8 @@ class _Uncached:
                 caller = TransformCaller(cached.transform)
                 self._read = lambda index: caller(dataset.__getitem__, index)
         else:
-            pre_transform, decode = cached.pre_transform, cached.decode
-            plain = CachedDataset(
-                dataset, cached.transform, cache=None, pre_transform=pre_transform, decode=decode
-            )
+            pre_transform = cached.pre_transform
+            plain = CachedDataset(dataset, cached.transform, cache=None, pre_transform=pre_transform)
             self._read = plain.__getitem__
 
     def __getitem__(self, index: int) -> Any:

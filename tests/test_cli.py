@@ -176,10 +176,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build half_photos made", 2, "Found no valid file for the classes dog in half_photos."),
     *(
         (f"cache build {source} made", 2, NEITHER.format(source))
-        for source in ("no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
+        for source in ("fotos", "no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
     ),
-    ("cache build fotos made", 2, "'fotos' is neither: did you mean photos[?]$"),
-    ("cache build with_objects.number made", 2, "is neither: did you mean with_objects:number[?]$"),
     ("cache build with_objects:dat made", 2, "has no 'dat': did you mean data[?]$"),
     ("cache build tests.no_such_module:factory made", 2, "no module"),
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
@@ -232,24 +230,16 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
     ("bench ZOO --num-workers 0,two", 2, "--num-workers should be numbers from 0"),
     ("bench ZOO --batch-size 0", 2, "--batch-size should be numbers from 1"),
-    ("bench ZOO --start-method clone", 2, "but got 'clone'"),
+    ("bench ZOO --size 64", 2, "--size is for folders"),
     ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
     ("bench ZOO --cache rma", 2, "none,ram,lmdb, but got 'rma': did you mean ram[?]$"),
     ("bench ZOO --minutes x", 2, "--minutes should be a number from 0 on, but got 'x'$"),
-    ("bench ZOO --tolerance 3", 2, "--tolerance should be a number from 0 to 1, but got '3'$"),
     ("bench ZOO --rounds 0", 2, "--rounds should be a whole number from 1 on, but got '0'$"),
     ("bench", 2, "^UsageError: SOURCE is missing: `fastload bench --help` shows the arguments$"),
     ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
     ("bench ZOO --output no/such/file", 2, "should be a file"),
-    ("bench ZOO --chart empty", 2, "--chart should be a file"),
-    ("bench ZOO --relative", 2, "--relative is for --baseline"),
-    ("bench ZOO --baseline nope", 2, "make one with --output"),
-    ("bench ZOO --baseline 'a b'", 2, "make one with --output 'a b'"),
-    ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
-    ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
-    ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.
 CLOSED: list[tuple[str, str, int, str]] = [
@@ -420,14 +410,14 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
     assert "\n  cache    Build and manage caches of decoded samples and files.\n" in done.stderr
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
-    assert listed == ["0", "1", "2", "3", "4", "75", "130"]
+    assert listed == ["0", "1", "2", "3", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
     assert "|".join(CACHE_CODECS) in re.sub(r"\s", "", run("build", "--help").stdout)  # what --codec offers
 
 
 COMMANDS = {
-    "": {0, 1, 2, 3, 4, 75, 130},
-    "bench": {0, 1, 2, 4, 130},
+    "": {0, 1, 2, 3, 75, 130},
+    "bench": {0, 1, 2, 130},
     "doctor": {0, 1, 2, 130},
     "run": {2},
     "profile": {2},
@@ -490,13 +480,15 @@ def on_a_terminal(*words: str) -> tuple[int, list[str]]:
     return process.wait(90), re.split(r"[\r\n]+", text)
 
 
-def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
-    """Not for the one that runs the command."""
+def test_completion_is_installed_for_the_shell_that_runs_the_command(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """By typer, which fastload's own handling of errors leaves alone."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for shell in ("bash", "zsh", "fish"):
-        result = fastload_("--install-completion", shell)
-        assert result.exit_code == 0, result.output
-        assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+    result = fastload_("--install-completion")
+    assert result.exit_code == 0, result.output
+    assert f"bash completion installed in {tmp_path}" in result.output.replace("\n", "")
 
 
 # --- build, info and verify ------------------------------------------------------------------------------
@@ -533,11 +525,6 @@ def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
     whole = run("build", folder, tmp_path / "my 'own' cache", "--size", "8x10")
     assert whole.exit_code == 0, whole.stderr
     assert advised(whole.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
-    images(folder, "a/4.png", shape=(30, 20, 3))
-    mixed = run("build", folder, tmp_path / "mixed", "--size", "10")
-    assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
-    assert "--size 256x256" in mixed.stderr
-    assert "different shapes" not in whole.stderr
 
 
 def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
@@ -755,21 +742,6 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     assert not dest.exists()
 
 
-@pytest.mark.usefixtures("settled")
-def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> None:
-    """`verify --rebase` says how many are there, and how many are not."""
-    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png"), tmp_path / "files"
-    told("build", root, dest, "--by", "file", "--num-workers", "0")
-    shutil.copytree(root, tmp_path / "copied")
-    (tmp_path / "copied/a/1.png").write_bytes(b"another file")
-    found = told("verify", dest, "--rebase", tmp_path / "copied")
-    text = run("verify", dest, "--rebase", tmp_path / "copied").stdout
-    counts = {name: found[name] for name in ("num_files", "num_known", "num_unsettled", "num_missing")}
-    assert counts == {"num_files": 2, "num_known": 1, "num_unsettled": 0, "num_missing": 1}
-    assert f"1 of 2 files below {tmp_path}/copied are in the cache" in text
-    assert "there is none" in told("verify", dest, "--rebase", tmp_path / "none", code=2)["error"]
-
-
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
     """Nor the other way around, and a finished cache of samples is left alone."""
     root = images(tmp_path / "photos", "a/1.png")
@@ -777,14 +749,16 @@ def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
-    assert "--rebase is for decoded files" in told("verify", samples, "--rebase", root, code=2)["error"]
     assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
     assert told("verify", samples)["num_damaged"] == 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkeypatch: Any) -> None:
-    """What a process stored meanwhile is there after its end; the command says what it held."""
+    """What a process stored meanwhile is there after its end, and gone after the command's.
+
+    After Ctrl-C, the command says what it held.
+    """
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
     words = [sys.executable, "-m", "fastload", "cache", "hold", "--json"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
@@ -798,21 +772,15 @@ def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkey
         store.close()
         holder.send_signal(sent)
         out, err = holder.communicate(timeout=60)
-    assert (holder.returncode, err) == (0, "")
-    assert json.loads(out)["num_files"] == 1
-
-
-def test_a_thread_that_blocks_no_signal_does_not_end_the_holder(tmp_path: Path, monkeypatch: Any) -> None:
-    """Libraries start threads when they are imported, and the kernel may give a signal to any of them."""
-    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
-    code = (
-        "import os, signal, threading\n"
-        "from fastload.cache.ram.file_store import hold_store\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-        "hold_store(None, lambda *_: os.kill(os.getpid(), signal.SIGTERM)); print('ended')"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (0, "ended\n")
+    assert err == ""
+    if sent == signal.SIGINT:
+        assert holder.returncode == 0
+        assert json.loads(out)["num_files"] == 1
+    else:
+        assert holder.returncode == -sent
+    store = open_store("64MB")
+    assert store.get(bytes(16)) is None
+    store.close()
 
 
 def test_decoded_files_are_held_for_a_time(tmp_path: Path, monkeypatch: Any) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
@@ -38,32 +36,13 @@ def as_json(*words: str) -> Any:
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine whose torch has no CUDA, without NVML."""
+    """A machine whose torch has no CUDA."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-
-
-def test_the_free_cpus_of_a_ray_cluster(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the one that this process uses; without one there is no line, and a dead address gives its error."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert "ray cluster" not in run().stdout
-    ray: Any = types.ModuleType("ray")
-    ray.exceptions, ray.is_initialized = types.ModuleType("ray.exceptions"), lambda: True
-    nodes = ("node:10.0.0.1", "node:10.0.0.2", "node:__internal_head__")
-    ray.cluster_resources = lambda: {"CPU": 24.0, **dict.fromkeys(nodes, 1.0)}
-    ray.available_resources = lambda: {"CPU": 7.0}
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
-    assert as_json()["ray_cluster"] == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
-    assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", run().stdout)
-    ray.is_initialized = lambda: False
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert "there is no Ray cluster at '127.0.0.1:1'" in run().stdout
 
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_without_a_gpu_all_else_is_found(without_gpu: None) -> None:
-    """Versions, CPUs, memory and hints, as one object and as text, which says why GPUs are unknown."""
+    """Versions, CPUs and memory, as one object and as text, which says why GPUs are unknown."""
     found, text = as_json(), run().stdout
     versions = found["versions"]
     assert (versions["fastload"], versions["torch"]) == (fastload.__version__, torch.__version__)
@@ -71,17 +50,15 @@ def test_without_a_gpu_all_else_is_found(without_gpu: None) -> None:
     assert 1 <= found["num_usable_cpus"] <= found["num_cpus"]
     assert "spawn" in found["start_methods"]
     assert found["memory"]["host_total_bytes"] > found["memory"]["process_rss_bytes"] > 0
-    assert (found["gpus"], found["gpu_processes"]) == ([], None)
+    assert found["gpus"] == []
     for line in (
         r"^gpus note +torch .* was built without CUDA",
-        r"^gpu processes note +NVML's Python module is not installed",
         r"^  process pss +[\d.,]+ [GM]iB$",
     ):
         assert re.search(line, text, re.MULTILINE)
     verdict = r"no problems: \d+ CPUs?, [\d.,]+ [GM]iB of free memory, no GPUs"
     assert re.match(rf"{verdict}\nversions\n", text)
     assert re.fullmatch(verdict, found["verdict"])
-    assert all(hint in text for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"))
 
 
 def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
@@ -92,18 +69,16 @@ def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
 
 
 def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that could be measured, one that could not, with its error, and who holds memory."""
+    """A GPU that could be measured, and one that could not, with its error."""
     figures = {"capability": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30}
     rates = {"pinned_bytes_per_s": 50e9, "pageable_bytes_per_s": 10e9}
     gpus = [
         gpu(0, "Big", **figures, **rates, page_locking="works"),
         gpu(1, "Full", problem="CUDA out of memory"),
     ]
-    processes = [{"index": 1, "pid": 4712, "used_bytes": None}]
     monkeypatch.setattr(machine_report, "why_unavailable", lambda index: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(machine_report, "examine_gpu", gpus.__getitem__)
-    monkeypatch.setattr(machine_report, "gpu_processes", lambda: (processes, ""))
     text = re.sub("  +", "  ", run().stdout)
     for line in ("name  Big", "total  80.00 GiB", "pageable bytes per s  9.31 GiB"):
         assert f"  {line}\n" in text
@@ -113,8 +88,7 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
         "2 problems: GPU 1: CUDA out of memory; GPU 0 cannot read batches in place"
     )
     gpus[0]["page_locking"] = "works"
-    for line in ("problem  CUDA out of memory", "pid  4712", "used  unknown"):
-        assert f"  {line}\n" in text
+    assert "  problem  CUDA out of memory" in text
     assert as_json()["gpus"][0]["page_locking"] == "works"
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
@@ -163,32 +137,6 @@ def test_page_locking_works_or_has_its_reason(
     num_calls = 0 if "create" in refusals else 1 if "register" in refusals else 2
     assert [call[0] for call in backend.method_calls] == ["register", "unregister"][:num_calls]
     assert len({call.args[0] for call in backend.method_calls}) == bool(num_calls)
-
-
-# --- processes on GPUs ------------------------------------------------------------------------------------
-
-
-class NVMLError(Exception):
-    """As NVML's module has it."""
-
-
-@pytest.mark.parametrize(
-    "refused", ["", "nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses"]
-)
-def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
-    """By GPU, with what they hold; what it refuses is unknown, with NVML's own reason."""
-    users = [[], [types.SimpleNamespace(pid=99, usedGpuMemory=1 << 30)]]
-    functions: dict[str, Any] = {
-        "NVMLError": NVMLError,
-        "nvmlInit": lambda: None,
-        "nvmlDeviceGetCount": lambda: 2,
-        "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetComputeRunningProcesses": users.__getitem__,
-        refused: Mock(side_effect=NVMLError("Driver Not Loaded")),
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
-    known = [{"index": 1, "pid": 99, "used_bytes": 1 << 30}], ""
-    assert machine_report.gpu_processes() == ((None, "NVML: Driver Not Loaded") if refused else known)
 
 
 @pytest.mark.gpu

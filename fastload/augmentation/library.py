@@ -102,13 +102,11 @@ class AugmentationLibrary:
             ``through(crop)``, which returns an object for `call` that runs the result of `split_crop` first.
         """
 
-    def split_crop(self, pipeline: Any, *, reduces: bool) -> Any | None:
+    def split_crop(self, pipeline: Any) -> Any | None:
         """The pipeline with its first crop in the decoder, for samples whose image is an `EncodedImage`.
 
         Args:
             pipeline: A pipeline or a single transform.
-            reduces: Whether to decode JPEGs at a half, a quarter or an eighth of their size if the first
-                transform shrinks them anyway.
 
         Returns:
             None if images must be decoded first. Otherwise an object for `call`, with a method ``explain()``,

@@ -85,9 +85,13 @@ def _one_shape(first: Any) -> str:
     """How values like this one get one shape: images have an example, others can be boxes or sequences."""
     if first.ndim < 3:
         return "pad, resize or crop all samples to one shape"
-    example = "torchvision.transforms.Resize((224, 224))"  # of (..., H, W)
     if isinstance(first, np.ndarray):
-        example = "albumentations.Resize(224, 224) or fastload.ImageFolder(..., size=(224, 224))"
+        return (
+            "resize or crop all samples to one size: in the transform, for example with "
+            "albumentations.RandomResizedCrop((224, 224)), or once, with fastload.ImageFolder(..., "
+            "size=(224, 224)) or fastload cache build --size 224x224"
+        )
+    example = "torchvision.transforms.Resize((224, 224))"  # of (..., H, W)
     return f"resize or crop all samples to one size, for example with {example}"
 
 

@@ -21,16 +21,12 @@ class Configuration:
         cache: `"none"`, `"ram"` or `"lmdb"`; `"none"` for torch's loader.
         num_workers: Number of worker processes.
         batch_size: Samples of a batch.
-        start_method: How the workers are started; None without workers.
-        size: The user's `--size` to which images are scaled; None without one.
     """
 
     loader: str
     cache: str
     num_workers: int
     batch_size: int
-    start_method: str | None = None
-    size: str | None = None
 
     @property
     def is_torch(self) -> bool:
@@ -44,22 +40,18 @@ class Configuration:
 
     def __str__(self) -> str:
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        parts = [self.kind, workers, f"batch {self.batch_size}"]
-        return ", ".join([*parts, *filter(None, (self.start_method, self.size))])
+        return f"{self.kind}, {workers}, batch {self.batch_size}"
 
-    def code(self, default_start_method: str, *, has_transform: bool, lmdb_path: str) -> list[str]:
+    def code(self, *, has_transform: bool, lmdb_path: str) -> list[str]:
         """The lines of Python that make this loader of variables `dataset` and `transform`.
 
         Args:
-            default_start_method: The start method that needs no argument on this platform.
             has_transform: Whether the dataset has a transform behind it.
             lmdb_path: Where an LMDB cache is built.
         """
         arguments = [f"batch_size={self.batch_size}", "shuffle=True", f"num_workers={self.num_workers}"]
         if self.num_workers:
             arguments.append("persistent_workers=True")
-            if self.start_method != default_start_method:
-                arguments.append(f'multiprocessing_context="{self.start_method}"')
         rest = ", ".join(arguments)
         dataset, names = "dataset", "DataLoader"
         if has_transform or self.cache != "none":
@@ -74,22 +66,11 @@ class Configuration:
 
 
 def configurations_of(
-    workers: Iterable[int],
-    batch_sizes: Iterable[int],
-    start_methods: Iterable[str],
-    caches: Iterable[str],
-    sizes: Iterable[str | None] = (None,),
+    workers: Iterable[int], batch_sizes: Iterable[int], caches: Iterable[str]
 ) -> list[Configuration]:
-    """Every distinct combination of these settings.
-
-    torch's loader always takes part, because the others are compared with it. It has no cache, and a loader
-    without workers has no start method.
-    """
+    """Every combination of these settings; torch's loader, which has no cache, always takes part."""
     kinds = [("torch", "none"), *(("fastload", cache) for cache in caches)]
-    combinations = [
-        Configuration(loader, cache, count, batch_size, method if count else None, size)
-        for size, batch_size, (loader, cache), count, method in itertools.product(
-            sizes, batch_sizes, kinds, workers, start_methods
-        )
+    return [
+        Configuration(loader, cache, count, batch_size)
+        for batch_size, (loader, cache), count in itertools.product(batch_sizes, kinds, workers)
     ]
-    return list(dict.fromkeys(combinations))

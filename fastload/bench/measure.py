@@ -124,7 +124,7 @@ def build(dataset: Any, path: str, num_workers: int) -> float:
 
 
 def measure(
-    dataset: Any, transform: Callable[..., Any] | None, configuration: Configuration, lmdb_path: str | None
+    dataset: Any, transform: Callable[..., Any] | None, configuration: Configuration, lmdb_path: str
 ) -> Epochs:
     """The rates of one configuration over all samples of the dataset.
 
@@ -132,7 +132,7 @@ def measure(
         dataset: The samples of an epoch.
         transform: The random part, run on every access.
         configuration: The loader and its settings.
-        lmdb_path: The finished cache of the dataset, if the configuration reads one.
+        lmdb_path: The finished cache of the dataset, where the configuration reads one.
     """
     num_samples = len(dataset)
     if configuration.cache == "lmdb":
@@ -149,7 +149,6 @@ def measure(
         batch_size=configuration.batch_size,
         shuffle=True,
         num_workers=configuration.num_workers,
-        multiprocessing_context=configuration.start_method,
         persistent_workers=configuration.num_workers > 0,
     )
     try:

@@ -1,41 +1,32 @@
-"""The result of a benchmark as text and as a chart: the rates, the fastest loader's code, the baseline."""
+"""The result of a benchmark as text: the rates, and the fastest loader's code."""
 
 from __future__ import annotations
 
-import io
-import multiprocessing
 import re
 import statistics
 from typing import TYPE_CHECKING
 
-from fastload.bench.result import verdicts
-from fastload.system.humanize import readable_size
+from fastload.bench.result import verdict_of
+from fastload.system.humanize import readable_size, table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from fastload.bench.result import Result, Verdict
 
-    from fastload.bench.result import Comparison, Result, Verdict
-
-_WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
-_COLORS = {"none": "#2f6fb3", "ram": "#2e8b57", "lmdb": "#8a6fb3"}  # of the chart, by cache
-_TORCH_COLOR = "#9aa5b1"
-_ROW_INCHES = 0.32
-_VARIED = {"batch_size": "batch", "start_method": "start", "size": "size"}  # columns if rows differ in them
+_COLUMNS = ["loader", "cache", "workers", "batch", "first epoch", "later epochs", "spread", "to torch's best"]
 
 
-def report_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[str]:
-    """The whole readable output, apart from the baseline; see `ending_lines`."""
-    notes = []
-    for size, nbytes in result.sample_nbytes.items():
-        whole = readable_size(nbytes * result.length)
-        notes.append(f"a decoded sample {size} takes {readable_size(nbytes)}, the whole dataset {whole}")
-    for size, build_s in result.build_s.items():
-        notes.append(f"the LMDB cache {size} was built once, in {build_s:.1f} s, before the first round")
+def report_lines(result: Result, setup: list[str]) -> list[str]:
+    """The whole readable output; see `ending_lines`."""
+    nbytes = result.sample_nbytes
+    whole = readable_size(nbytes * result.length)
+    notes = [f"a decoded sample takes {readable_size(nbytes)}, the whole dataset {whole}"]
+    if result.build_s is not None:
+        notes.append(f"the LMDB cache was built once, in {result.build_s:.1f} s, before the first round")
     return [
         *_heading(result),
         "",
         *table_lines(result),
-        *(note.replace("  ", " ") for note in notes),
+        *notes,
         *(f"warning: {text}" for text in result.warnings),
         "",
         *ending_lines(result, setup),
@@ -44,57 +35,39 @@ def report_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[
 
 def _heading(result: Result) -> list[str]:
     shared = [f"{result.num_samples:,} of {result.length:,} samples"]
-    for name, text in (("batch_size", "batches of {}"), ("start_method", "workers by {}"), ("size", "{}")):
-        values = result.settings(name)
-        if len(values) == 1:
-            shared.append(text.format(values[0]))
+    if result.size is not None:
+        shared.append(f"size={result.size}")
     if result.transform is not None:
         shared.append(f"transform {result.transform}")
     machine = result.machine
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "fastload"))
     return [
-        f"{result.source}: {', '.join(shared)}; medians of {result.rounds} rounds",
+        f"{result.source}: {', '.join(shared)}; samples/s, medians of {result.rounds} rounds",
         f"{machine['cpu']}, {machine['cores']} cores, {versions}; nothing is trained",
     ]
 
 
 def table_lines(result: Result) -> list[str]:
     """A row for each configuration; problems are numbered, and follow below."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    varied = [name for name in _VARIED if len(result.settings(name)) > 1]
-    table = Table(box=box.ASCII, show_edge=False, pad_edge=False)
-    for column in ("loader", "cache"):
-        table.add_column(column, no_wrap=True)
-    for column in ("workers", *(_VARIED[name] for name in varied)):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("first epoch\nsamples/s", "later epochs\nsamples/s", "spread", "to torch's\nbest"):
-        table.add_column(column, justify="right")
-    torch_rates = {each.size: each.torch.rate for each in verdicts(result.rows) if each.torch is not None}
+    verdict = verdict_of(result.rows)
+    torch = None if verdict is None else verdict.torch
     problems = list(dict.fromkeys(row.problem for row in result.rows if row.problem))
+    rows = [_COLUMNS]
     for row in result.rows:
-        configuration = row.configuration
-        settings = [getattr(configuration, name) for name in varied]
         figures = ["", "", "", "not run"]
         if row.problem:
             figures = ["", "", "", f"[{problems.index(row.problem) + 1}]"]
         elif row.later:
-            torch_rate = torch_rates.get(configuration.size)
             figures = [
-                f"{statistics.median(row.first):,.0f}",
-                f"{row.rate:,.0f}",
+                f"{statistics.median(row.first):11,.0f}",
+                f"{row.rate:12,.0f}",
                 f"{min(row.later):,.0f} to {max(row.later):,.0f}",
-                "" if torch_rate is None else f"{_times(row.rate / torch_rate)}x",
+                "" if torch is None else f"{_times(row.rate / torch.rate)}x",
             ]
-        cache = "" if configuration.is_torch else configuration.cache
-        cells = [configuration.loader, cache, configuration.num_workers, *settings, *figures]
-        table.add_row(*("" if cell is None else str(cell).replace("[", "\\[") for cell in cells))
-    text = io.StringIO()
-    Console(file=text, width=_WIDE, color_system=None).print(table)
-    lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    return [*lines, *(f"[{number}] {problem}" for number, problem in enumerate(problems, start=1))]
+        setting = row.configuration
+        cache = "" if setting.is_torch else setting.cache
+        rows.append([setting.loader, cache, str(setting.num_workers), str(setting.batch_size), *figures])
+    return [*table(rows), *(f"[{number}] {problem}" for number, problem in enumerate(problems, start=1))]
 
 
 def _times(ratio: float) -> str:
@@ -105,29 +78,21 @@ def _times(ratio: float) -> str:
 # --- the ending ------------------------------------------------------------------------------------------
 
 
-def ending_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[str]:
-    """The code that was fastest on this machine, and the gain, for each size.
+def ending_lines(result: Result, setup: list[str]) -> list[str]:
+    """The code that was fastest on this machine, and the gain.
 
     Args:
         result: The result.
-        setup: By size, the lines of Python that make the variables `dataset` and `transform`.
+        setup: The lines of Python that make the variables `dataset` and `transform`.
     """
-    by_size = verdicts(result.rows)
-    if not by_size:
+    verdict = verdict_of(result.rows)
+    if verdict is None:
         return ["no configuration could be measured"]
-    lines = []
-    for verdict in by_size:
-        # A name in the working directory for the cache of a folder, a URL or MODULE:NAME.
-        words = [re.split(r"[:/]", result.source.rstrip("/"))[-1], verdict.size]
-        path = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, words))) + ".lmdb"
-        code = verdict.fastest.configuration.code(
-            multiprocessing.get_start_method(), has_transform=result.transform is not None, lmdb_path=path
-        )
-        code = [*setup[verdict.size], *code]
-        code.sort(key=lambda line: not line.startswith(("import ", "from ")))
-        of_size = f" at size {verdict.size}" if len(by_size) > 1 else ""
-        lines += [f"fastest on this machine{of_size}:", *(f"    {line}" for line in code), _gain(verdict)]
-    return lines
+    # A name in the working directory for the cache of a folder, a URL or MODULE:NAME.
+    path = re.sub(r"[^\w.-]+", "-", re.split(r"[:/]", result.source.rstrip("/"))[-1]) + ".lmdb"
+    made = verdict.fastest.configuration.code(has_transform=result.transform is not None, lmdb_path=path)
+    code = sorted([*setup, *made], key=lambda line: not line.startswith(("import ", "from ")))
+    return ["fastest on this machine:", *(f"    {line}" for line in code), _gain(verdict)]
 
 
 def _gain(verdict: Verdict) -> str:
@@ -144,88 +109,3 @@ def _gain(verdict: Verdict) -> str:
         text += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
         doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
     return f"{text}, from the second epoch on{doubt if gain.is_within_spread else ''}"
-
-
-# --- the baseline ----------------------------------------------------------------------------------------
-
-
-def baseline_lines(comparison: Comparison, path: str) -> list[str]:
-    """How this run compares with the baseline."""
-    unit = "rate relative to torch's" if comparison.is_relative else "samples/s"
-    lines = ["", f"compared with {path}, {unit}, tolerance {comparison.tolerance:.0%}:"]
-    for change in comparison.changes:
-        mark = "SLOWER" if change.is_slower else "ok"
-        lines.append(
-            f"  {mark:6}  {change.ratio:.2f} of the baseline  {change.configuration}: "
-            f"{change.before:,.0f} samples/s then, {change.now:,.0f} now"
-        )
-    lines += [
-        f"  FAILED  measured in the baseline, but not in this run  {name}" for name in comparison.failed
-    ]
-    lines += [f"  not in this run  {name}" for name in comparison.only_before]
-    lines += [f"  not in the baseline  {name}" for name in comparison.only_now]
-    ratio = comparison.torch_ratio
-    if ratio is not None:
-        lines.append(f"  torch's loader runs at {ratio:.2f} of its rate in the baseline")
-    if comparison.has_passed:
-        return [*lines, "no configuration is slower than the baseline by more than the tolerance"]
-    if not comparison.changes:
-        lines.append(
-            "the check failed: nothing could be compared, because no configuration has figures in both runs"
-        )
-        return lines
-    number = len(comparison.slower) + len(comparison.failed)
-    outcome = f"slower or failed: {number} of the baseline's configurations"
-    if not comparison.is_relative and ratio is not None and ratio < 1 - comparison.tolerance:
-        outcome += (
-            ". torch's loader is slower, too: the machine or your dataset has become slower. --relative "
-            "compares each rate with torch's in the same run"
-        )
-    return [*lines, outcome]
-
-
-# --- the chart -------------------------------------------------------------------------------------------
-
-
-def draw(result: Result, path: str) -> None:
-    """Write a PNG: a bar for each configuration with its spread, or its problem.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    import matplotlib as mpl
-
-    with mpl.rc_context({"text.parse_math": False}):
-        _draw(result, path)
-
-
-def _draw(result: Result, path: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot keeps no figure
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.8 + _ROW_INCHES * len(result.rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for position, row in enumerate(result.rows):
-        text, end = f" {row.problem:.90}", 0.0
-        if row.is_measured:
-            configuration = row.configuration
-            color = _TORCH_COLOR if configuration.is_torch else _COLORS[configuration.cache]
-            spread = [[row.rate - min(row.later)], [max(row.later) - row.rate]]
-            axes.barh(position, row.rate, color=color, xerr=spread, capsize=2)
-            text, end = f" {row.rate:,.0f}", max(row.later)
-        axes.text(end, position, text, va="center", fontsize="small")
-    axes.set_yticks(
-        range(len(result.rows)), [str(row.configuration) for row in result.rows], fontsize="small"
-    )
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("samples/s in later epochs; higher is better")
-    axes.set_title(f"{result.source}: {result.num_samples:,} of {result.length:,} samples", fontsize="medium")
-    machine = f"{result.machine['cpu']}, {result.machine['cores']} cores, torch {result.machine['torch']}"
-    note = (
-        f"Medians of {result.rounds} rounds; the thin lines span all of them. Nothing is trained.\n{machine}"
-    )
-    figure.supxlabel("\n".join([note, *result.warnings]), fontsize="x-small", color="#555555", wrap=True)
-    figure.savefig(path, dpi=150, format="png")

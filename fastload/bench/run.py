@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
@@ -28,7 +27,7 @@ from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from fastload.bench.configurations import Configuration
     from fastload.bench.measure import Examined
@@ -54,9 +53,8 @@ class Settings:
         transform: The name of the transform.
         workers: Numbers of workers.
         batch_sizes: Batch sizes.
-        start_methods: Start methods of workers.
         caches: Of `configurations.CACHES`.
-        sizes: The names of sizes to which images are scaled.
+        size: To which images are scaled.
         samples: Samples of an epoch.
         minutes: Approximate duration of the benchmark.
         rounds: How often each configuration runs.
@@ -67,28 +65,12 @@ class Settings:
     transform: str | None = None
     workers: tuple[int, ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
-    start_methods: tuple[str, ...] | None = None
     caches: tuple[str, ...] | None = None
-    sizes: tuple[str, ...] | None = None
+    size: int | tuple[int, int] | None = None
     samples: int | None = None
     minutes: float = 3.0
     rounds: int | None = None
     scratch: str | None = None
-
-    def completed_by(self, baseline: Result) -> Settings:
-        """These settings, and those of the baseline where the user chose none, so the runs match."""
-        of_fastload = [row.configuration.cache for row in baseline.rows if not row.configuration.is_torch]
-        there: dict[str, Any] = {
-            "transform": baseline.transform,
-            "workers": baseline.settings("num_workers"),
-            "batch_sizes": baseline.settings("batch_size"),
-            "start_methods": baseline.settings("start_method") or None,
-            "caches": tuple(dict.fromkeys(of_fastload)),
-            "sizes": baseline.settings("size") or None,
-            "samples": baseline.num_samples,
-            "rounds": baseline.rounds,
-        }
-        return replace(self, **{name: there[name] for name in there if getattr(self, name) is None})
 
 
 class NoBatchError(ValueError):
@@ -100,7 +82,7 @@ class Benchmark:
 
     Args:
         settings: The user's settings.
-        datasets: The whole dataset of each size.
+        dataset: The whole dataset.
         transform: The random part behind it; None without one.
 
     Attributes:
@@ -111,22 +93,17 @@ class Benchmark:
         NoBatchError: They have several shapes, or are of a kind that makes no batch.
     """
 
-    def __init__(self, settings: Settings, datasets: Mapping[str | None, Any], transform: Any) -> None:
-        self._settings, self._datasets, self._transform = settings, datasets, transform
-        self._examined: dict[str | None, Examined] = {
-            size: run_isolated(measure.examine, dataset, transform) for size, dataset in datasets.items()
-        }
-        for examined in self._examined.values():
-            if examined.why_no_batch:
-                raise NoBatchError(examined.why_no_batch)
+    def __init__(self, settings: Settings, dataset: Any, transform: Any) -> None:
+        self._settings, self._dataset, self._transform = settings, dataset, transform
+        self._examined: Examined = run_isolated(measure.examine, dataset, transform)
+        if self._examined.why_no_batch:
+            raise NoBatchError(self._examined.why_no_batch)
         configurations = configurations_of(
             settings.workers or default_workers(worthwhile_cpus()),
             settings.batch_sizes or _BATCH_SIZES,
-            settings.start_methods or (multiprocessing.get_start_method(),),
             settings.caches or CACHES,
-            tuple(datasets),
         )
-        rounds, length = settings.rounds or _ROUNDS, len(next(iter(datasets.values())))
+        rounds, length = settings.rounds or _ROUNDS, len(dataset)
         costs = costs_s(configurations, rounds, self._examined, worthwhile_cpus())
         count = settings.samples
         if count is None:
@@ -144,9 +121,10 @@ class Benchmark:
         self.result = Result(
             source=settings.source,
             transform=settings.transform,
+            size=settings.size,
             length=length,
             num_samples=count,
-            sample_nbytes={size or "": samples.sample_nbytes for size, samples in self._examined.items()},
+            sample_nbytes=self._examined.sample_nbytes,
             rounds=rounds,
             machine=this_machine(),
             rows=[Row(configuration) for configuration in configurations],
@@ -156,18 +134,18 @@ class Benchmark:
         """Measure all configurations in turn; an interruption leaves what was measured."""
         result = self.result
         with _temporary_files() as temporary, _directory(self._settings.scratch or temporary) as directory:
-            parts = {size: _part(dataset, result.num_samples) for size, dataset in self._datasets.items()}
+            part = _part(self._dataset, result.num_samples)
             self._reject_caches(directory)
             before = CpuTimes.now()
-            paths = self._prepare(parts, directory)
+            path = os.path.join(directory, "cache.lmdb")
+            self._prepare(part, path)
             for number in range(result.rounds):
                 log.info("round %d of %d", number + 1, result.rounds)
                 for row in in_turn(result.rows, number, result.rounds):
                     if not row.problem:
-                        size = row.configuration.size
-                        self._run_once(row, parts[size], paths.get(size))
+                        self._run_once(row, part, path)
             share = result.others_share = others_share(before, CpuTimes.now())
-        if any(isinstance(dataset, CachedDataset) for dataset in self._datasets.values()):
+        if isinstance(self._dataset, CachedDataset):
             result.warnings.append(
                 "the dataset is a CachedDataset, whose cache all configurations share: only later epochs "
                 "compare"
@@ -178,7 +156,7 @@ class Benchmark:
                 "the benchmark when they have ended"
             )
 
-    def _run_once(self, row: Row, dataset: Any, lmdb_path: str | None) -> None:
+    def _run_once(self, row: Row, dataset: Any, lmdb_path: str) -> None:
         """Measure a configuration; an error becomes its problem."""
         try:
             first, later = run_isolated(
@@ -195,18 +173,18 @@ class Benchmark:
         result = self.result
         memory_nbytes = parse_memory("auto")
         disk_nbytes = int(_DISK_SHARE * shutil.disk_usage(directory).free)
+        whole, part = result.length * result.sample_nbytes, result.num_samples * result.sample_nbytes
+        is_for_whole = whole > memory_nbytes and not self._settings.caches
+        sizes = (
+            f"the whole dataset takes {readable_size(whole)} decoded, but a cache in RAM can take "
+            f"{readable_size(memory_nbytes)} now"
+        )
         for row in result.rows:
-            cache, examined = row.configuration.cache, self._examined[row.configuration.size]
+            cache = row.configuration.cache
             if cache == "none":
                 continue
-            whole, part = result.length * examined.sample_nbytes, result.num_samples * examined.sample_nbytes
-            is_for_whole = whole > memory_nbytes and not self._settings.caches
-            sizes = (
-                f"the whole dataset takes {readable_size(whole)} decoded, but a cache in RAM can take "
-                f"{readable_size(memory_nbytes)} now"
-            )
-            if examined.why_no_cache:
-                row.problem = f"not possible: {examined.why_no_cache}"
+            if self._examined.why_no_cache:
+                row.problem = f"not possible: {self._examined.why_no_cache}"
             elif cache == "ram" and (part > memory_nbytes or is_for_whole):
                 row.problem = f"not measured: {sizes}. --cache ram measures a part"
             elif cache == "lmdb" and part > disk_nbytes:
@@ -218,29 +196,22 @@ class Benchmark:
                 warning = f"{sizes}: the rows with a cache show the rates of the measured part, which fits"
                 result.warnings = list(dict.fromkeys([*result.warnings, warning]))
 
-    def _prepare(self, parts: Mapping[str | None, Any], directory: str) -> dict[str | None, str]:
-        """Build the LMDB caches; for sizes without one, read all samples once.
+    def _prepare(self, dataset: Any, path: str) -> None:
+        """Build the LMDB cache, or without one, read all samples once.
 
         Both bring the files into the page cache, before any configuration runs.
         """
-        paths: dict[str | None, str] = {}
-        for number, (size, dataset) in enumerate(parts.items()):
-            rows = [row for row in self.result.rows if row.configuration.size == size and not row.problem]
-            in_lmdb = [row for row in rows if row.configuration.cache == "lmdb"]
-            try:
-                if in_lmdb:
-                    log.info("building an LMDB cache")
-                    path = os.path.join(directory, f"{number}.lmdb")
-                    build_s = run_isolated(measure.build, dataset, path, worthwhile_cpus())
-                    self.result.build_s[size or ""] = build_s
-                    paths[size] = path
-                else:
-                    log.info("reading all samples once")
-                    run_isolated(measure.warm, dataset, worthwhile_cpus())
-            except RunFailedError as error:
-                for row in in_lmdb:
-                    row.problem = f"failed: the LMDB cache could not be built: {error}"
-        return paths
+        rows = [row for row in self.result.rows if row.configuration.cache == "lmdb" and not row.problem]
+        try:
+            if rows:
+                log.info("building an LMDB cache")
+                self.result.build_s = run_isolated(measure.build, dataset, path, worthwhile_cpus())
+            else:
+                log.info("reading all samples once")
+                run_isolated(measure.warm, dataset, worthwhile_cpus())
+        except RunFailedError as error:
+            for row in rows:
+                row.problem = f"failed: the LMDB cache could not be built: {error}"
 
 
 def default_workers(num_cpus: int) -> tuple[int, ...]:
@@ -249,18 +220,13 @@ def default_workers(num_cpus: int) -> tuple[int, ...]:
 
 
 def costs_s(
-    configurations: Sequence[Configuration],
-    rounds: int,
-    examined: Mapping[str | None, Examined],
-    num_cpus: int,
+    configurations: Sequence[Configuration], rounds: int, examined: Examined, num_cpus: int
 ) -> tuple[float, float]:
     """Estimated duration of a benchmark: fixed seconds, and seconds per sample."""
-    # The pass that warms the page cache.
-    each_s = sum(samples.sample_s for samples in examined.values()) / num_cpus
+    each_s = examined.sample_s / num_cpus  # of the pass that warms the page cache
     for configuration in configurations:
-        samples = examined[configuration.size]
         at_once = min(max(1, configuration.num_workers), num_cpus)
-        run_s = _READS[configuration.cache] * samples.sample_s + 2 * samples.transform_s
+        run_s = _READS[configuration.cache] * examined.sample_s + 2 * examined.transform_s
         each_s += rounds * run_s / at_once
     return rounds * len(configurations) * (_START_S + measure.LATER_S), each_s
 

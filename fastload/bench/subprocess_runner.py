@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import warnings
-from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from fastload.system.child_process import enter_child, handlers_blocked
@@ -33,17 +32,15 @@ def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function that runs in its own process.
 
     Args:
-        function: Importable, and so is its result's class; both are pickled.
-        arguments: Inherited by the process on Linux, pickled elsewhere.
+        function: Its result is pickled.
+        arguments: Inherited by the process.
 
     Raises:
         RunFailedError: The function raised an error, or its process died.
     """
     # A fork: this process has imported torch and opened the dataset, but never reads a sample, so all runs
     # start from the same state, and imports cost time once.
-    context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
-    if context.get_start_method() != "fork":
-        resource_tracker.ensure_running()  # before signals are blocked: its start would unblock them
+    context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process: Any = None
     try:
@@ -76,8 +73,7 @@ def _end(process: Any) -> None:
         process.join(_PATIENCE_S)
     if process.is_alive():
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if hasattr(os, "killpg"):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
     process.close()
@@ -100,8 +96,7 @@ def _main(
     arguments: tuple[Any, ...],
 ) -> None:
     try:
-        if hasattr(os, "setpgid"):
-            os.setpgid(0, 0)  # a Ctrl-C of the terminal reaches the parent alone, which interrupts this one
+        os.setpgid(0, 0)  # a Ctrl-C of the terminal reaches the parent alone, which interrupts this one
         with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
             enter_child(parent_pid, signal_mask)  # this process ends if the parent dies
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error

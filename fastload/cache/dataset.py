@@ -29,7 +29,7 @@ from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.tiered_cache import TieredCache
-from fastload.cache.transform import TransformCaller, check_callable, check_decode
+from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
@@ -118,13 +118,6 @@ class CachedDataset(Dataset[Any]):
             host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
             says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
             limit).
-        decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
-            an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
-            "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
-            albumentations pipeline that begins with a crop, or with a resize and a CenterCrop, only the
-            crop's region is decoded, to the same pixels (needs the extra `regions`, or restart markers in the
-            files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
-            an eighth of the size, if the pipeline begins by shrinking the image.
         by: What is cached: `"sample"`, samples before `transform`; or `"file"`, the decoded pixels of the
             files that the dataset reads, as `cache="ram"` or `"lmdb:PATH"` of the loader does. By file, the
             dataset can be random and can return anything, such as PIL images: its code runs in full on every
@@ -138,7 +131,6 @@ class CachedDataset(Dataset[Any]):
         pre_transform: As given.
         cache_key: As given.
         cache: The cache in use; `cache.explain()` says why.
-        decode: As given; can be set.
 
     Raises:
         TypeError: The dataset is a path, has no `__len__` or no `__getitem__`, or is iterable-style;
@@ -146,7 +138,7 @@ class CachedDataset(Dataset[Any]):
         NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
-        ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
+        ValueError: `cache`, `cache_key` or `max_memory` is invalid.
     """
 
     @suggest_arguments
@@ -159,11 +151,9 @@ class CachedDataset(Dataset[Any]):
         pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
-        decode: Literal["exact", "fast"] = "exact",
         by: Literal["file", "sample"] | None = None,
     ) -> None:
         _check_map_style(dataset)
-        check_decode(decode)
         check_arguments({"by": by}, {"by": one_of(None, "file", "sample")})
         for role, function in (("transform", transform), ("pre_transform", pre_transform)):
             if function is not None:
@@ -193,7 +183,6 @@ class CachedDataset(Dataset[Any]):
         # Samples with a fingerprint are known to be always the same, and faster from a cache of samples.
         if by is None and is_plain and transform is None and not has_own_fingerprint(dataset):
             request = dataclasses.replace(request, can_be_by_file=True)
-        self.decode = decode
         try:
             if by == "file":
                 raise FilesSeenError
@@ -264,7 +253,6 @@ class CachedDataset(Dataset[Any]):
         *,
         ram: bool = False,
         max_memory: str | float = "auto",
-        decode: Literal["exact", "fast"] = "exact",
         storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset; the source is no longer needed.
@@ -279,7 +267,6 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as for this class.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
@@ -297,7 +284,6 @@ class CachedDataset(Dataset[Any]):
             transform,
             cache=["ram", samples] if ram else samples,
             max_memory=max_memory,
-            decode=decode,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -371,9 +357,8 @@ class CachedDataset(Dataset[Any]):
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
-        decode = self.decode if self._holds_images else None
-        if caller is None or not caller.serves(transform, decode):
-            caller = self._caller = TransformCaller(transform, decode)
+        if caller is None or not caller.serves(transform):
+            caller = self._caller = TransformCaller(transform, holds_images=self._holds_images)
         return caller
 
     def explain(self) -> str:

@@ -33,8 +33,7 @@ class TransformCaller:
 
     Args:
         function: A pipeline of a library that `augmentation` knows, or any callable that takes a sample.
-        decode: How undecoded images in a sample are decoded for a pipeline that begins with a crop, `"exact"`
-            or `"fast"` (see CachedDataset); None: samples hold no undecoded images.
+        holds_images: Whether samples can hold undecoded images.
         role: The name of the function's argument: `"transform"` or `"pre_transform"`.
 
     Raises:
@@ -42,20 +41,18 @@ class TransformCaller:
     """
 
     def __init__(
-        self, function: Callable[..., Any], decode: str | None = None, role: str = "transform"
+        self, function: Callable[..., Any], *, holds_images: bool = False, role: str = "transform"
     ) -> None:
         check_callable(role, function)
-        if decode is not None:
-            check_decode(decode)
         self._role = role
         self._function = function
-        self._decode = decode
+        self._holds_images = holds_images
         self._library = library = library_of(function)
         # Without a library, a function in C: a Python function around the user's would take 0.1 us a sample.
         self._apply = operator.call if library is ANY_CALLABLE else library.call
         self._only_reads = library.only_reads(function)
         self._deferred_end = library.defer_end(function)
-        self._crop = None if decode is None else library.split_crop(function, reduces=decode == "fast")
+        self._crop = library.split_crop(function) if holds_images else None
         self._steps = library.steps_of(function)
         reject_arrays()
 
@@ -63,9 +60,9 @@ class TransformCaller:
         vars(self).update(state)
         reject_arrays()  # in this process, too
 
-    def serves(self, function: Callable[..., Any], decode: str | None) -> bool:
+    def serves(self, function: Callable[..., Any]) -> bool:
         """Whether this calls ``function``, with the steps that it has now; programs change pipelines."""
-        if self._function is not function or self._decode != decode:
+        if self._function is not function:
             return False
         return self._steps is None or self._library.steps_of(function) == self._steps
 
@@ -100,7 +97,7 @@ class TransformCaller:
         for all samples is decided here, and common samples take a shorter way.
         """
         end = self._deferred_end
-        if self._decode is not None or not (self._only_reads if end is None else end.only_reads):
+        if self._holds_images or not (self._only_reads if end is None else end.only_reads):
             return functools.partial(self, fetch, allow_deferred=True)
         function: Any = self._function if end is None else end
         apply, accepts = self._apply, self._library.accepts_read_only
@@ -134,7 +131,7 @@ class TransformCaller:
             Exception: An error of the function, with a note that describes its input.
         """
         function: Any = self._function if end is None else end
-        if self._decode is not None:
+        if self._holds_images:
             if self._crop is not None and type(self._library.image_of(argument)) is EncodedImage:
                 argument = decode_others(argument)
                 function = self._crop if end is None else end.through(self._crop)
@@ -166,16 +163,6 @@ def _without_views(output: Any, sample: Any) -> Any:
         return copy_views(output, sample)
     except OpaqueLeafError:
         return copy.deepcopy(output)
-
-
-def check_decode(decode: object) -> None:
-    """Check the argument `decode` of a CachedDataset.
-
-    Raises:
-        ValueError: It is neither "exact" nor "fast".
-    """
-    if decode not in ("exact", "fast"):
-        raise ValueError(f'decode should be "exact" or "fast", but got {decode!r}')
 
 
 def check_callable(role: str, function: Any) -> None:

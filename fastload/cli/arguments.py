@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -82,30 +81,16 @@ def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callab
     return parse
 
 
-def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str]:
-    """A parser of files that a command writes at the end, checked before hours are spent."""
-
-    def parse(path: str) -> str:
-        directory = os.path.dirname(os.path.abspath(path))
-        if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
-            raise CommandError(f"{option} should be a file in a directory that can be written, not {path!r}")
-        if is_picture and importlib.util.find_spec("matplotlib") is None:
-            raise CommandError(
-                f"{option} {path}: a picture needs matplotlib, which is not installed: "
-                'pip install "fastload-torch[plot]"'
-            )
-        return path
-
-    return parse
+def output_file(path: str) -> str:
+    """Parse the file that a command writes at the end, checked before hours are spent."""
+    directory = os.path.dirname(os.path.abspath(path))
+    if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
+        raise CommandError(f"--output should be a file in a directory that can be written, not {path!r}")
+    return path
 
 
-def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
-    """Write a file completely, or keep the old one.
-
-    Args:
-        option: The option, for messages.
-        path: The file.
-        write: Writes to its argument, a path.
+def write_output(path: str, result: Any) -> None:
+    """Write a result as JSON, completely, or keep the old file.
 
     Raises:
         CommandError: The file could not be written.
@@ -113,23 +98,14 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
     partial = f"{path}.{os.getpid()}.partial"
     failed = functools.partial(CommandError, exit_code=ExitCode.FAILED)
     try:
-        with write_errors_as(failed, option, path):
-            write(partial)
+        with write_errors_as(failed, "--output", path):
+            with open(partial, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1)
+                file.write("\n")
             os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-
-
-def json_writer(result: Any) -> Callable[[str], None]:
-    """A function for `write_output` that writes a result as JSON."""
-
-    def write(path: str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
-
-    return write
 
 
 # --- sizes, numbers and names ----------------------------------------------------------------------------
@@ -187,15 +163,14 @@ def whole_number(option: str, first: int, last: int | None = None) -> Callable[[
     return parse
 
 
-def number(option: str, last: float = math.inf) -> Callable[[str | float], float]:
-    """A parser of a float from 0 to `last`."""
+def number(option: str) -> Callable[[str | float], float]:
+    """A parser of a float from 0 on."""
 
     def parse(text: str | float) -> float:
         with contextlib.suppress(ValueError):
-            if 0 <= float(text) <= last and math.isfinite(float(text)):
+            if 0 <= float(text) < math.inf:
                 return float(text)
-        limits = "from 0 on" if last == math.inf else f"from 0 to {last:g}"
-        raise CommandError(f"{option} should be a number {limits}, but got {text!r}")
+        raise CommandError(f"{option} should be a number from 0 on, but got {text!r}")
 
     return parse
 
@@ -233,12 +208,12 @@ def names(option: str, choices: tuple[str, ...], text: str) -> Any:
     def parse(value: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
-            if choices and word not in choices:
+            if word not in choices:
                 said = f"some of {','.join(choices)}, but got {word!r}{did_you_mean(word, choices)}"
                 raise CommandError(f"{option} should be {said}")
         return words
 
-    return typer.Option(parser=parse, metavar=",".join(choices) or "PIXELS", help=text)
+    return typer.Option(parser=parse, metavar=",".join(choices), help=text)
 
 
 Source = Annotated[
@@ -263,7 +238,7 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        parser=output_file("--output"),
+        parser=output_file,
         metavar="FILE.json",
         help="Write the whole result as JSON.",
     ),

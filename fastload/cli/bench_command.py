@@ -1,17 +1,13 @@
 """`fastload bench`: measures with `fastload.bench`, and reports its problems.
 
-Wrong options, missing extras and incomparable baselines end the command before anything is measured.
+Wrong options end the command before anything is measured.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import os
-import shlex
 import signal
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,13 +15,11 @@ import typer
 from fastload.bench.configurations import CACHES
 from fastload.cli.arguments import (
     Output,
+    Size,
     Source,
-    json_writer,
     names,
     number,
     numbers,
-    output_file,
-    parse_size,
     whole_number,
     write_output,
 )
@@ -37,8 +31,6 @@ if TYPE_CHECKING:
 
     from fastload.bench.result import Result
     from fastload.bench.run import Settings
-
-_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
 def _scratch(path: str) -> str:
@@ -61,9 +53,8 @@ def bench(
         Any, numbers("--num-workers", 0, "Default: 0, half of the CPUs, all CPUs.")
     ] = None,
     batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
-    start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
     cache: Annotated[Any, names("--cache", CACHES, "Default: all; ram only if all samples fit.")] = None,
-    size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
+    size: Size = None,
     samples: Annotated[
         Any,  # int | None
         typer.Option(
@@ -95,130 +86,44 @@ def bench(
             "temporary directory.",
         ),
     ] = None,
-    chart: Annotated[
-        str | None,
-        typer.Option(
-            parser=output_file("--chart", is_picture=True),
-            metavar="FILE.png",
-            help="Draw the result; needs the extra 'plot'.",
-        ),
-    ] = None,
     output: Output = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Compare with an earlier --output; exit code 4 if a configuration is slower. Options "
-            "default to those of that run.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        Any,  # float
-        typer.Option(
-            parser=number("--tolerance", 1),
-            metavar="SHARE",
-            help="The share of its rate that a configuration can lose.",
-        ),
-    ] = "0.1",
-    relative: Annotated[
-        bool,
-        typer.Option(
-            "--relative",
-            help="With --baseline: divide each rate by torch's in the same run, for machines whose speed "
-            "changes.",
-        ),
-    ] = False,
 ) -> Answer:
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each configuration runs in its own process, once per round. Nothing is trained, and no file is left except
-    those of --output and --chart.
+    that of --output.
     """
-    if relative and baseline is None:
-        raise CommandError("--relative is for --baseline FILE.json: give the file, too")
-
-    from fastload.bench.report import baseline_lines, draw, report_lines
-    from fastload.bench.result import compare, differences
+    from fastload.bench.report import report_lines
     from fastload.bench.run import Settings
 
-    settings = Settings(
-        source,
-        transform,
-        num_workers,
-        batch_size,
-        start_method,
-        cache,
-        size,
-        samples,
-        minutes,
-        rounds,
-        scratch,
+    result = _measured(
+        Settings(source, transform, num_workers, batch_size, cache, size, samples, minutes, rounds, scratch)
     )
-    before = None if baseline is None else _read_baseline(baseline, any_machine=relative)
-    if before is not None:
-        settings = settings.completed_by(before)
-    sides = {name: None if name is None else parse_size(name) for name in settings.sizes or (None,)}
-    result = _measured(settings, sides)
-
-    if before is not None:
-        result.warnings += differences(before, result)
-    setup = {name: setup_code(source, side, settings.transform) for name, side in sides.items()}
-    plain, lines = result.as_dict(), report_lines(result, setup)
+    plain, lines = result.as_dict(), report_lines(result, setup_code(source, size, transform))
     code, complaint = ExitCode.FINE, ""
     if not any(row.is_measured for row in result.rows):
         code, complaint = ExitCode.FAILED, f"no configuration could be measured: {result.rows[0].problem}"
     if output is not None:
-        write_output("--output", output, json_writer(plain))
+        write_output(output, plain)
         lines.append(f"written to {output}")
-    if chart is not None:
-        write_output("--chart", chart, lambda path: draw(result, path))
-        lines.append(f"chart written to {chart}")
-    if before is not None and baseline is not None:
-        comparison = compare(before, result, tolerance=tolerance, is_relative=relative)
-        lines += baseline_lines(comparison, baseline)
-        plain["comparison"] = asdict(comparison)
-        if not comparison.has_passed:
-            code, complaint = ExitCode.SLOWER if comparison.slower else ExitCode.FAILED, lines[-1]
     return Answer(plain, lines, code, complaint)
 
 
-def _read_baseline(path: str, *, any_machine: bool) -> Result:
-    from fastload.bench.result import Result, this_machine
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            baseline = Result.from_dict(json.load(file))
-    except (FileNotFoundError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CommandError(
-            f"--baseline {path} is no result of this release: {reason}: make one with "
-            f"--output {shlex.quote(path)}"
-        ) from error
-    here, there = this_machine(), baseline.machine
-    if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
-        raise CommandError(
-            f"the baseline was measured on a different machine ({there['cpu']}, {there['cores']} cores), not "
-            f"on this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
-            "torch's in the same run, or make a new baseline on this machine with --output"
-        )
-    return baseline
-
-
-def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
+def _measured(settings: Settings) -> Result:
     """The result of a benchmark; after Ctrl-C, what was measured so far is printed."""
     from fastload.bench.report import table_lines
     from fastload.bench.run import Benchmark, NoBatchError
     from fastload.bench.subprocess_runner import RunFailedError
 
     source = settings.source
-    datasets = {name: open_source(source, size) for name, size in sides.items()}
+    dataset = open_source(source, settings.size)
     transform = None if settings.transform is None else open_transform(settings.transform)
-    if not all(map(len, datasets.values())):
+    if not len(dataset):
         raise CommandError(f"{source} has no samples", ExitCode.FAILED)
     benchmark = None
     with _ended_in_order():
         try:
-            benchmark = Benchmark(settings, datasets, transform)
+            benchmark = Benchmark(settings, dataset, transform)
             benchmark.run()
         except NoBatchError as error:
             cure = "add --transform MODULE:NAME, such as a crop to samples of one shape"
@@ -234,7 +139,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
                 typer.echo("\n".join(table_lines(benchmark.result)))
             rows = [] if benchmark is None else benchmark.result.rows
             num_runs = sum(len(row.later) for row in rows)
-            message = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
+            message = f"interrupted after {num_runs} runs; --output has written nothing"
             raise CommandError(message, ExitCode.INTERRUPTED) from error
     return benchmark.result
 

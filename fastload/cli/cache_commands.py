@@ -68,7 +68,7 @@ LossyLeaf = Annotated[
     typer.Option(
         metavar="NAME",
         help=f"The image that {_LOSSY} change, such as 'image' or '0'; all others are exact. Default: the "
-        "one that looks like a photograph.",
+        "only one of a sample.",
     ),
 ]
 NumWorkers = Annotated[
@@ -340,27 +340,13 @@ def info(path: CachePath) -> Answer:
 
 
 @answers(app, short_help="Check the checksum of every record.")
-def verify(
-    path: CachePath,
-    root: Annotated[
-        str | None,
-        typer.Option(
-            "--rebase",
-            parser=path_or_url("--rebase", instead="{command} shows a cache there"),
-            metavar="FOLDER",
-            help="Of decoded files: hash every file below this folder instead, once, so that those whose "
-            "pixels are in the cache are known where they are now.",
-        ),
-    ] = None,
-) -> Answer:
+def verify(path: CachePath) -> Answer:
     """Read the whole cache and compare every record with its checksum.
 
     A cache at a URL is verified in its local copy, which is downloaded unless it is there.
     """
     if _is_of_files(path):
-        return _verify_files(path) if root is None else _rebase(path, root)
-    if root is not None:
-        raise CommandError(f"--rebase is for decoded files, but {path} is a cache of samples: omit it")
+        return _verify_files(path)
     cache = _cache_at(path)
     damaged = cache.verify(progress=True)
     result = {
@@ -402,20 +388,6 @@ def _verify_files(path: str) -> Answer:
         "loaders never return them: they decode these files again, and store them again",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])
-
-
-def _rebase(path: str, root: str) -> Answer:
-    from fastload.cache.disk import upkeep
-
-    if not os.path.isdir(root):
-        raise CommandError(f"--rebase should be a folder, but there is none at {root}")
-    found = upkeep.rebase(path, root, progress=True)
-    lines = [f"{path}: {found.num_known:,} of {found.num_files:,} files below {root} are in the cache"]
-    if found.num_unsettled:
-        lines.append(f"{found.num_unsettled:,} files cannot be read, or changed a moment ago")
-    if found.num_missing:
-        lines.append(f"{found.num_missing:,} files in the cache are not below {root}")
-    return Answer({"path": path, "root": root, **found._asdict()}, lines)
 
 
 @answers(app, short_help="List the caches in memory and in a directory.")
@@ -619,7 +591,7 @@ def hold(
             parser=duration,
             metavar="TIME",
             show_default=False,
-            help="How long, such as 90s, 30m or 2h; until Ctrl-C or SIGTERM by default.",
+            help="How long, such as 90s, 30m or 2h; until Ctrl-C by default.",
         ),
     ] = None,
 ) -> Answer:
@@ -631,7 +603,7 @@ def hold(
     from fastload.cache.ram.file_store import hold_store
 
     def log_start(num_files: int, nbytes: int) -> None:
-        end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C or SIGTERM"
+        end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C"
         log.info("holding decoded files, now %s in %s, %s", f"{num_files:,}", readable_size(nbytes), end)
 
     result = hold_store(limit_s, log_start)

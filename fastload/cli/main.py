@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, one_of, output_file, whole_number
+from fastload.cli.arguments import Output, one_of, whole_number
 from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -26,9 +26,7 @@ app = typer.Typer(
     cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP
 )
 app.add_typer(cache_commands.app, name="cache")
-answers(app, ExitCode.SLOWER, short_help="Compare torch's loader and fastload over your own data.")(
-    bench_command.bench
-)
+answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
 
 @cache_commands.app.callback()
@@ -188,14 +186,6 @@ def profile(
         ),
     ] = "0",
     output: Output = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(
-            parser=output_file("--trace"),
-            metavar="FILE.json",
-            help="Write a trace for Perfetto or chrome://tracing.",
-        ),
-    ] = None,
 ) -> Any:
     """Run SCRIPT as python does, and report how long its training loops wait for data.
 
@@ -206,7 +196,6 @@ def profile(
     """
     from fastload.cli.script import profile_script
 
-    files = {"--output": output, "--trace": trace}
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(
         profile_script,
@@ -214,7 +203,7 @@ def profile(
         list(args or ()),
         as_module=is_module,
         replay=replay,
-        files=files,
+        output=output,
         options=_long_options(context),
     )
 
@@ -235,11 +224,11 @@ def doctor(
         ),
     ] = None,
 ) -> Answer:
-    """Show what this machine offers a data loader, and how to debug.
+    """Show what this machine offers a data loader.
 
-    Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
-    With SOURCE: how many bytes it takes, whether they fit into RAM and on the disk, and the line of code to
-    use; estimated from a few samples. Changes nothing.
+    Prints versions, CPUs, memory, and how fast each GPU gets data. With SOURCE: how many bytes it takes,
+    whether they fit into RAM and on the disk, and the line of code to use; estimated from a few samples.
+    Changes nothing.
     """
     if source is None:
         from fastload.training.machine_report import machine_report

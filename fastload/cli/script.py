@@ -17,14 +17,14 @@ import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.arguments import json_writer, write_output
+from fastload.cli.arguments import write_output
 from fastload.cli.terminal import CommandError
 from fastload.system.logs import write_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator
 
-    from fastload.profiling.session import Profile
+    from fastload.profiling.report import ProfileReport
 
 USAGE = 2  # the exit code of python, and of argparse, for wrong arguments
 
@@ -167,7 +167,7 @@ def profile_script(
     *,
     as_module: bool,
     replay: int,
-    files: Mapping[str, str | None],
+    output: str | None,
     options: Iterable[str] = (),
 ) -> None:
     """Run a script to its end under a profile, and print the report, also after an error or Ctrl-C.
@@ -180,7 +180,7 @@ def profile_script(
         args: As for `run_script`.
         as_module: As for `run_script`.
         replay: See `fastload.profile`.
-        files: The files to write, by option.
+        output: Where to write the report as JSON; None: nowhere.
         options: As for `run_script`.
 
     Raises:
@@ -205,20 +205,19 @@ def profile_script(
                 profile.stop()
             finally:
                 if has_begun or profile.report().loaders:
-                    _save(profile, files)
+                    _save(profile.report(), output)
 
 
-def _save(profile: Profile, files: Mapping[str, str | None]) -> None:
-    """Print the report, and write the files; an error does not hide how the script ended."""
+def _save(report: ProfileReport, output: str | None) -> None:
+    """Print the report, and write its file; an error does not hide how the script ended."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
         sys.stdout.flush()
-    write_stderr(f"\n{profile.report()}\n")
-    writers = {"--output": json_writer(profile.report().as_dict()), "--trace": profile.save_trace}
-    for option, path in files.items():
-        if path is not None:
-            try:
-                write_output(option, path, writers[option])
-            except CommandError as error:
-                write_stderr(f"fastload: error: {error}\n")
-            else:
-                write_stderr(f"fastload: wrote {path}\n")
+    write_stderr(f"\n{report}\n")
+    if output is None:
+        return
+    try:
+        write_output(output, report.as_dict())
+    except CommandError as error:
+        write_stderr(f"fastload: error: {error}\n")
+    else:
+        write_stderr(f"fastload: wrote {output}\n")

@@ -134,19 +134,9 @@ def _parse_names(source: str) -> tuple[str, str]:
     if module.endswith(".py") or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise CommandError(
             f"SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set for a name in "
-            f"my_data.py, but {source!r} is neither{did_you_mean(source, _possible(source))}"
+            f"my_data.py, but {source!r} is neither"
         )
     return module, name
-
-
-def _possible(source: str) -> list[str]:
-    """What a SOURCE that is neither of both could have been meant to be."""
-    parent = os.path.dirname(source)
-    module, _, name = source.replace(".py", "").replace("/", ".").rpartition(":" if ":" in source else ".")
-    with contextlib.suppress(OSError):
-        names = [os.path.join(parent, entry.name) for entry in os.scandir(parent or ".") if entry.is_dir()]
-        return [*names, f"{module}:{name}"] if os.path.isfile(f"{module}.py") else names
-    return []
 
 
 def _import(module: str, name: str) -> Any:

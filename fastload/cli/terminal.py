@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import CacheBusyError, FastloadError
+from fastload.errors import BuildRefusedError, CacheBusyError, FastloadError
 from fastload.system.humanize import did_you_mean
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
@@ -40,7 +40,6 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     SKIPPED = 3  # with --strict
-    SLOWER = 4
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
@@ -50,7 +49,6 @@ _MEANINGS = {
     ExitCode.FAILED: "failed: a source or a file cannot be read, or damage was found",
     ExitCode.USAGE: "wrong usage, such as a path that does not exist",
     ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
-    ExitCode.SLOWER: "slower than the --baseline",
     ExitCode.BUSY: "another build is running: try again later",
     ExitCode.INTERRUPTED: "interrupted: run the same command again to continue",
 }
@@ -67,11 +65,6 @@ APP: dict[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
-
-_COMPLETION = ("--install-completion", "--show-completion")  # typer's options
-_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
-
-_PLANS = "fastload.cache.build.plan"  # a module that is slow to import
 
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
@@ -99,8 +92,6 @@ class CommandGroup(TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         options["standalone_mode"] = False
         try:
-            if len(words) > 1 and words[0] in _COMPLETION:
-                self._complete(*words[:2])
             code = super().main(words, *rest, **options)
             if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
                 raise KeyboardInterrupt
@@ -116,14 +107,6 @@ class CommandGroup(TyperGroup):
             code()
             code = ExitCode.FINE
         sys.exit(int(code or 0))
-
-    def _complete(self, option: str, shell: str) -> None:
-        """Run the option for a named shell: typer's own ignores the word, and finds the shell itself."""
-        if shell not in _SHELLS:
-            raise CommandError(f"{option} knows the shells {', '.join(_SHELLS)}, but got {shell!r}")
-        with self.make_context("fastload", []) as context:
-            parameter: Any = next(each for each in self.params if option in each.opts)
-            parameter.callback(context, parameter, shell)  # exits
 
 
 def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
@@ -145,14 +128,8 @@ def _exit_code(error: Exception) -> ExitCode:
         return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
-    is_usage = names_nothing or isinstance(error, _ClickUsageError) or _is_refusal(error)
+    is_usage = names_nothing or isinstance(error, (_ClickUsageError, BuildRefusedError))
     return ExitCode.USAGE if is_usage else ExitCode.FAILED
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a build has refused options that do not fit the dataset: not an error of the dataset's own."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return type(error) is ValueError and frames[-1].f_globals.get("__name__") == _PLANS
 
 
 def _one_line(error: Exception) -> str:
@@ -160,7 +137,7 @@ def _one_line(error: Exception) -> str:
         text = _usage_text(error)
     elif isinstance(error, OSError) and error.strerror:
         text = why_unreadable(error)
-    elif isinstance(error, (FastloadError, CommandError, OSError)) or _is_refusal(error):
+    elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text

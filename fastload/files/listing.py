@@ -99,14 +99,13 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])
 
 
-def files_below(root: str, *, left_out: str = "") -> Iterator[str]:
+def files_below(root: str) -> Iterator[str]:
     """The paths of all files below a folder, through links; each folder is entered once.
 
     Args:
         root: The folder. What cannot be listed is left out.
-        left_out: A folder that is not entered.
     """
-    entered = {os.path.realpath(left_out)} if left_out else set()
+    entered: set[str] = set()
     for folder, folders, names in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
         if real in entered:

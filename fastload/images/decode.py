@@ -85,7 +85,6 @@ def decode(
     source: Source,
     path: str | os.PathLike[str],
     size: int | tuple[int, int] | None = None,
-    scale: int = 1,
     orientation: int | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Decode a file, or the content of a file; see `read_image`.
@@ -94,12 +93,10 @@ def decode(
         source: The path, or the content.
         path: For errors.
         size: As for `read_image`.
-        scale: 2, 4 or 8 decodes a JPEG directly at that fraction of its size, with sides rounded up; other
-            formats keep their size.
         orientation: The value of the EXIF tag of an ordinary JPEG, if already read.
     """
     size = check_size(size)
-    if size is None and scale == 1:
+    if size is None:
         content = _jpeg_content(source)
         header = None if content is None else parse_jpeg(content)
         if content is not None and header is not None:
@@ -108,7 +105,7 @@ def decode(
             pixels = decode_jpeg(content, header)
             if pixels is not None:
                 return apply_orientation(pixels, orientation)
-    return _opened(source, path, lambda image: _read(image, size, scale))
+    return _opened(source, path, lambda image: _read(image, size))
 
 
 def _jpeg_content(source: Source) -> bytes | memoryview | None:
@@ -193,11 +190,8 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", module=_QUIET[3].pattern)
 
 
-def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) -> npt.NDArray[np.uint8]:
+def _read(image: Image.Image, size: int | tuple[int, int] | None) -> npt.NDArray[np.uint8]:
     target = box = None
-    if scale > 1 and isinstance(image, JpegImageFile):
-        # draft() keeps at least this size, so it must be rounded down: the result's sides are rounded up.
-        image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
     if size is not None and isinstance(image, JpegImageFile):
         # Only JPEGs can be decoded directly to a smaller size, which is also faster.
         target = width, height = _stored_size(image, size)

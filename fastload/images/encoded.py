@@ -11,36 +11,16 @@ This module imports Pillow only when an image is decoded. Rules:
 
 from __future__ import annotations
 
-import math
 import operator
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import ImageReadError
-from fastload.images.geometry import ORIENTATIONS, Box, ImageHeader, apply_orientation
+from fastload.images.geometry import Box, ImageHeader, apply_orientation
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-# The scales at which Pillow decodes a whole JPEG directly, and how long that takes: a share of the time that
-# decoding the whole image at full size takes the decoder of regions. A region takes a share of its lower edge
-# and a share of its area (benchmarks/NOTES.md, "Region or reduced size").
-_SCALES = {8: 0.5, 4: 0.6, 2: 0.75}
-_EDGE_SHARE, _AREA_SHARE = 0.45, 0.6
-
-
-class Reduced(NamedTuple):
-    """A region of an image, decoded at full size or at a reduced one.
-
-    Attributes:
-        pixels: `(height, width, 3) uint8` RGB; a new array that the caller owns.
-        box: `(x_min, y_min, x_max, y_max)`: where the region is in these pixels. Its edges can lie between
-            two reduced pixels.
-    """
-
-    pixels: npt.NDArray[np.uint8]
-    box: tuple[float, float, float, float]
 
 
 class EncodedImage:
@@ -146,81 +126,6 @@ class EncodedImage:
         whole = decode(self._content, self._name, orientation=header.orientation)
         return whole[y_min:y_max, x_min:x_max].copy()
 
-    def decode_within(self, box: Box) -> npt.NDArray[np.uint8]:
-        """The whole image, for a caller that reads only this region: other pixels are arbitrary.
-
-        Args:
-            box: As for `decode`.
-
-        Returns:
-            A new, writable array that the caller owns.
-
-        Raises:
-            ImageReadError, TypeError, ValueError: As `decode`.
-        """
-        if self._content is None:
-            return self.opened().decode_within(box)
-        import numpy as np
-
-        from fastload.images.regions import decode_region
-
-        header = self._read_header()
-        x_min, y_min, x_max, y_max = box = _checked_box(box, header)
-        region = None
-        if header.is_jpeg:
-            region = decode_region(self._content, header.stored_box(box), self._name)
-        if region is None:
-            return self.decode()
-        whole = np.empty(self.shape, np.uint8)
-        whole[y_min:y_max, x_min:x_max] = apply_orientation(region, header.orientation)
-        return whole
-
-    def decode_reduced(self, box: Box, min_size: tuple[int, int]) -> Reduced:
-        """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.
-
-        Only JPEGs are reduced.
-
-        Args:
-            box: As for `decode`.
-            min_size: The minimum height and width of the result, if the box has them.
-
-        Raises:
-            ImageReadError, TypeError, ValueError: As `decode`.
-        """
-        if self._content is None:
-            return self.opened().decode_reduced(box, min_size)
-        header = self._read_header()
-        x_min, y_min, x_max, y_max = box = _checked_box(box, header)
-        height, width = y_max - y_min, x_max - x_min
-        fitting = (s for s in _SCALES if height >= min_size[0] * s and width >= min_size[1] * s)
-        scale = next(fitting, 1) if header.is_jpeg else 1
-        if scale == 1:
-            return Reduced(self.decode(box), (0.0, 0.0, width, height))
-        from fastload.images.decode import decode
-        from fastload.images.regions import name_of_decoder
-        from fastload.images.restart_markers import crop_jpeg
-
-        is_swapped, flips_y, flips_x = ORIENTATIONS[header.orientation]
-        stored_box = header.stored_box(box)
-        crop = crop_jpeg(self._content, stored_box, scale)
-        if crop is not None:
-            sides = (crop.header.width, crop.header.height) if is_swapped else crop.header[:2]
-            header = header._replace(height=sides[0], width=sides[1])
-            x_min, y_min, x_max, y_max = header.displayed_box(crop.box_of(stored_box))
-            pixels = apply_orientation(
-                decode(memoryview(crop.content), self._name, scale=scale), header.orientation
-            )
-        else:
-            lower_edge = stored_box[3] / (header.width if is_swapped else header.height)
-            area = height * width / (header.height * header.width)
-            region_share = _EDGE_SHARE * lower_edge + _AREA_SHARE * area
-            if name_of_decoder() is not None and region_share < _SCALES[scale]:
-                return Reduced(self.decode(box), (0.0, 0.0, width, height))
-            pixels = decode(self._content, self._name, scale=scale)
-        rows, top, bottom = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
-        columns, left, right = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
-        return Reduced(pixels[rows, columns].copy(), (left, top, right, bottom))
-
     @property
     def _name(self) -> str:
         return "<bytes>" if self.path is None else self.path
@@ -253,17 +158,3 @@ def _checked_box(box: Box, header: ImageHeader) -> Box:
             f"{header.height} x {header.width} pixels (height x width)"
         )
     return x_min, y_min, x_max, y_max
-
-
-def _reduced_span(
-    start: int, stop: int, length: int, scale: int, *, flips: bool
-) -> tuple[slice, float, float]:
-    """The reduced pixels that cover pixels `start` to `stop` of an axis, and where these lie in them.
-
-    The last reduced pixel of the stored image can cover fewer pixels than the others; in a flipped axis, this
-    is the first one.
-    """
-    shift = -(-length // scale) - length / scale if flips else 0.0
-    first, last = start / scale + shift, stop / scale + shift
-    span = slice(math.floor(first), math.ceil(last))
-    return span, first - span.start, last - span.start

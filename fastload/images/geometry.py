@@ -64,23 +64,13 @@ class ImageHeader(NamedTuple):
 
     def stored_box(self, box: Box) -> Box:
         """A box of the displayed image, in the stored one."""
-        x_min, y_min, x_max, y_max = self._flipped(box)
-        is_swapped = ORIENTATIONS[self.orientation][0]
-        return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
-
-    def displayed_box(self, box: Box) -> Box:
-        """A box of the stored image, in the displayed one."""
-        is_swapped = ORIENTATIONS[self.orientation][0]
-        return self._flipped((box[1], box[0], box[3], box[2]) if is_swapped else box)
-
-    def _flipped(self, box: Box) -> Box:
         x_min, y_min, x_max, y_max = box
-        _, flips_y, flips_x = ORIENTATIONS[self.orientation]
+        is_swapped, flips_y, flips_x = ORIENTATIONS[self.orientation]
         if flips_y:
             y_min, y_max = self.height - y_max, self.height - y_min
         if flips_x:
             x_min, x_max = self.width - x_max, self.width - x_min
-        return x_min, y_min, x_max, y_max
+        return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
 
 
 # --- in an array -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastload.images.geometry import Box
     from fastload.images.jpeg import Content, JpegHeader
 
-_MARGIN, _MIN_WIDTH = 2, 8  # pixels at the scale of the result
+_MARGIN, _MIN_WIDTH = 2, 8  # pixels
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
@@ -59,13 +59,12 @@ def choose_interval(columns: int) -> int:
     return next(number for number in _WRITTEN_INTERVALS if columns % number == 0)
 
 
-def crop_jpeg(data: Content, box: Box, scale: int = 1) -> JpegCrop | None:
+def crop_jpeg(data: Content, box: Box) -> JpegCrop | None:
     """The restart intervals that a region of a JPEG needs, as a JPEG.
 
     Args:
         data: The content of the file.
         box: `(x_min, y_min, x_max, y_max)` in the stored picture.
-        scale: The result will be decoded at this fraction of its size: 1, 2, 4 or 8.
 
     Returns:
         None if the file cannot be cut, or the region needs all of it.
@@ -73,9 +72,8 @@ def crop_jpeg(data: Content, box: Box, scale: int = 1) -> JpegCrop | None:
     header = parse_jpeg(data)
     if header is None or not header.restart_interval or not header.is_one_scan:
         return None
-    margin, least = _MARGIN * scale, _MIN_WIDTH * scale
-    x_min, x_max = min(box[0] - margin, header.width - least), max(box[2] + margin, least)
-    y_min, y_max = box[1] - margin, box[3] + margin
+    x_min, x_max = min(box[0] - _MARGIN, header.width - _MIN_WIDTH), max(box[2] + _MARGIN, _MIN_WIDTH)
+    y_min, y_max = box[1] - _MARGIN, box[3] + _MARGIN
     interval = header.restart_interval
     mcu_width, mcu_height = header.mcu_sides
     columns, rows = header.num_mcus

@@ -109,7 +109,7 @@ def build_cache(
             None for raw.
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
         lossy_leaf: The image that jpeg and webp change, such as ``"image"``; all others, such as masks, are
-            exact. None finds the one image with the look of a photograph.
+            exact. It can be omitted if a sample has one image.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
         max_errors: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or

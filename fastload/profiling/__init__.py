@@ -2,9 +2,8 @@
 
 Read recording (the file that each process writes), spans (the stages of making a batch), probes (which
 functions belong to which stage), line_sampler (the lines of user code that take the time), hooks (what a
-process records), loader_info (settings and sizes of a loader), small_objects (what each worker copies),
-recorder (the consumer's side), timeline (the recordings, read back), prediction (how long steps take after a
-change), suggestions, report, session.
+process records), loader_info (settings and sizes of a loader), recorder (the consumer's side), timeline (the
+recordings, read back), prediction (how long steps take after a change), suggestions, report, session.
 """
 
 from typing import TYPE_CHECKING

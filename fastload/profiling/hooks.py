@@ -123,11 +123,11 @@ class ProcessRecorder:
         self._probes.add_dataset(dataset)
         return recorder
 
-    def add(self, stage: str, name: str, wall_ns: int, cpu_ns: int) -> None:
+    def add(self, stage: str, wall_ns: int) -> None:
         """Add time outside of making a batch, such as sending one."""
         if os.getpid() == self._pid:
             loader = self._loader if this_thread.loader is None else this_thread.loader
-            self._recording.add(Event(loader, _worker_number(), stage, name, wall_ns, cpu_ns))
+            self._recording.add(Event(loader, _worker_number(), stage, wall_ns))
 
 
 def _worker_number() -> int:
@@ -262,12 +262,11 @@ def _timed(stage: str, function: Callable[..., Any]) -> Any:
         if recorder is None or this_thread.is_timed:
             return function(*args, **kwargs)
         this_thread.is_timed = True
-        start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        start_ns = time.perf_counter_ns()
         try:
             return function(*args, **kwargs)
         finally:
             this_thread.is_timed = False
-            wall_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - start_cpu_ns
-            recorder.add(stage, function.__name__, wall_ns, cpu_ns)
+            recorder.add(stage, time.perf_counter_ns() - start_ns)
 
     return timed

@@ -61,7 +61,7 @@ class LineSampler:
                 for thread, (loader, worker) in list(self._making.items()):
                     line = line_of(frames.get(thread))
                     if line is not None:
-                        self._recording.add(Event(loader, worker, LINE, line))
+                        self._recording.add(Event(loader, worker, LINE, line=line))
                 del frames  # else the objects of these frames would live until the next sample
 
     def stop(self) -> None:

@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset
 
 from fastload.nested.tree import leaves
 from fastload.profiling.line_sampler import is_own_code
-from fastload.profiling.small_objects import find_small_objects
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -32,9 +31,6 @@ def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     if not is_iterable:
         with contextlib.suppress(Exception):  # whatever it raises, the loop might never ask for it
             num_samples = len(dataset)
-    small_objects: list[str] = []
-    with contextlib.suppress(Exception):  # the same for containers of the user's own classes
-        small_objects += map(str, find_small_objects(dataset))
     worker_type = getattr(loader, "worker_type", "process")
     module = sys.modules.get("fastload.loader")
     return {
@@ -53,19 +49,12 @@ def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,
-        "small_objects": small_objects,
-        "own_bytes": 0,
     }
 
 
 def worker_settings(loader: Any) -> dict[str, Any]:
     """The settings that `num_workers="auto"` chooses when an epoch begins."""
-    context = loader.multiprocessing_context or torch.multiprocessing
-    return {
-        "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor,
-        "start_method": context.get_start_method() if loader.num_workers else None,
-    }
+    return {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
 
 
 def batch_info(batch: Any) -> dict[str, Any]:

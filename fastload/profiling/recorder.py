@@ -17,7 +17,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.device.devices import finish_all_work
@@ -66,12 +65,10 @@ class Epoch:
 
     Attributes:
         start_ns: When `iter()` was called.
-        ready_ns: When `iter()` returned.
         end_ns: When the loop asked for a batch after the last one; 0 if it was left early or continues.
     """
 
     start_ns: int
-    ready_ns: int
     end_ns: int = 0
 
 
@@ -179,7 +176,7 @@ class Recorder:
             finally:
                 this_thread.loader = None
             record.info |= worker_settings(loader)
-            record.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
+            record.epochs.append(Epoch(start_ns))
             # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
             with contextlib.suppress(AttributeError):
                 iterator._fastload_recorder = StepRecorder(self, record, iterator)
@@ -258,10 +255,6 @@ class StepRecorder:
             record.info |= batch_info(batch)
         if len(record.replay_batches) < replay:
             record.replay_batches.append(copy.deepcopy(batch))
-        if record.info["small_objects"] and self._num_steps.bit_count() == 1:  # after 1, 2, 4, 8, ... steps
-            with contextlib.suppress(AttributeError, IndexError, psutil.Error):  # there is no worker process
-                own_bytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
-                record.info["own_bytes"] = max(record.info["own_bytes"], own_bytes)
         return batch
 
 

@@ -55,17 +55,15 @@ class Event(NamedTuple):
         loader: The number of the loader; `NO_LOADER` if it is not known.
         worker: The number of the worker; -1 for the consumer's process.
         stage: A stage of `probes`, or `LINE`.
-        name: The function, or the line.
         wall_ns: Time in it.
-        cpu_ns: CPU time of the thread, likewise.
+        line: The line.
     """
 
     loader: int
     worker: int
     stage: str
-    name: str
     wall_ns: int = 0
-    cpu_ns: int = 0
+    line: str = ""
 
 
 class Recording:

@@ -1,20 +1,16 @@
-"""The result of a profile: a report for people and programs, and a trace for Perfetto and chrome://tracing."""
+"""The result of a profile: a report for people and programs."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.profiling.recorder import REPLAYED
-from fastload.profiling.small_objects import CURE, MIN_BYTES
 from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_bottleneck, suggest
 from fastload.profiling.timeline import Timeline, mean, median
-from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 _MAX_SUGGESTIONS = 4
 _FEW_STEPS = 20  # with fewer steady steps, the figures are uncertain
@@ -67,7 +63,7 @@ class LoaderReport:
         bottleneck: The stage that the verdict names, "worker" or "start"; empty if the loop hardly waits.
         bottleneck_text: The same in one sentence; empty likewise.
         verdict: The most important fact in one or two sentences.
-        suggestions: At most four changes, the largest gain first, and other machines last.
+        suggestions: At most four changes, the largest gain first.
     """
 
     name: str
@@ -150,7 +146,7 @@ class ProfileReport:
         loaders: The reports.
         num_cpus: The CPUs that the process can use.
         busy_share: How busy these CPUs were; None if unknown.
-        notes: What makes the figures uncertain, and what workers copy of a dataset.
+        notes: What makes the figures uncertain.
     """
 
     loaders: list[LoaderReport]
@@ -200,20 +196,8 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
                 f"{timeline.info['name']}: the speed without loading was not measured: an epoch had "
                 f"{num_batches:,} batches, and the first {num_before:,} are not replayed; replay fewer"
             )
-    notes += [note for timeline in timelines if (note := _on_copies(timeline.info))]
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)
-
-
-def _on_copies(info: dict[str, Any]) -> str:
-    """A note on the small objects that each worker copies; "" if there are none."""
-    containers, own_bytes = " and ".join(info["small_objects"]), info["own_bytes"]
-    if not containers or own_bytes < MIN_BYTES:
-        return ""
-    copies = f"each worker has a copy of {containers}"
-    if info["start_method"] == "fork":
-        copies = f"workers copy the pages that they read of {containers}"
-    return f"{info['name']}: {copies}; one worker has {readable_size(own_bytes)} of its own. {CURE}"
 
 
 def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
@@ -250,7 +234,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
             )
             for stage in timeline.stages
         ],
-        outside={stage.stage: timeline.stage_s(stage.stage) * 1e3 for stage in timeline.outside},
+        outside={stage: spent_s * 1e3 for stage, spent_s in timeline.outside.items()},
         lines=timeline.lines[:5],
         bottleneck=bottleneck,
         bottleneck_text=bottleneck_text,
@@ -269,48 +253,3 @@ def _verdict(timeline: Timeline, bottleneck_text: str) -> str:
     if not bottleneck_text:
         return f"Data is not your bottleneck: training waits for it {share}."
     return f"Training waits for data {share}. {bottleneck_text}"
-
-
-# --- the trace -------------------------------------------------------------------------------------------
-
-
-def write_trace(timelines: Sequence[Timeline], path: str) -> None:
-    """Write every recorded batch as JSON in Chrome's format: one process per loader, one line per worker.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    events = [
-        {"pid": timeline.record.number, "args": {}, **event}
-        for timeline in timelines
-        for event in _events_of(timeline)
-    ]
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-
-
-def _events_of(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    yield _named("process_name", 0, timeline.info["name"])
-    yield _named("thread_name", 0, "training loop")
-    for epoch in timeline.record.epochs:
-        yield _event("start of an epoch", 0, epoch.start_ns, epoch.ready_ns)
-    for step, next_ns in timeline.steps():
-        name = "replayed batch" if step.kind == REPLAYED else "waiting for data"
-        yield _event(name, 0, step.start_ns, step.end_ns)
-        if next_ns:
-            yield _event("computing", 0, step.end_ns, next_ns)
-    for worker, batches in timeline.batches.items():
-        line = worker + 2  # 1 is this process
-        yield _named(
-            "thread_name", line, f"worker {worker}" if worker >= 0 else "batches made in this process"
-        )
-        for batch in batches:
-            yield _event("making a batch", line, batch.start_ns, batch.end_ns)
-
-
-def _event(name: str, thread: int, start_ns: int, end_ns: int) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "tid": thread, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
-
-
-def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "tid": thread, "args": {"name": name}}

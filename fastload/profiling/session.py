@@ -11,7 +11,7 @@ from torch.utils.data import dataloader as torch_loader
 
 from fastload.profiling.recorder import Recorder
 from fastload.profiling.recording import read_recordings
-from fastload.profiling.report import ProfileReport, report_of, write_trace
+from fastload.profiling.report import ProfileReport, report_of
 from fastload.profiling.timeline import Machine, Timeline, timeline_of
 from fastload.system.budget import available_bytes
 from fastload.system.checks import as_int
@@ -79,21 +79,9 @@ class Profile:
         Raises:
             RuntimeError: The profile has not ended.
         """
-        self._expect_end()
-        return self._report
-
-    def save_trace(self, path: str) -> None:
-        """Write a trace in Chrome's format, which Perfetto and chrome://tracing read.
-
-        Raises:
-            RuntimeError: The profile has not ended.
-        """
-        self._expect_end()
-        write_trace(self._timelines, path)
-
-    def _expect_end(self) -> None:
         if self._recorder is not None:
             raise RuntimeError("the profile is still running: ask after its with block")
+        return self._report
 
     def __enter__(self) -> Self:
         return self.start()

@@ -27,10 +27,6 @@ MIN_GAIN = 1.03  # of a suggestion
 _RAM_BYTES_PER_S = 4e9  # a cautious rate for copying a cached sample into its batch
 _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than everything else
 _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling the transform
-_LINK_BYTES_PER_S = 10e9 / 8  # of a network of 10 Gbit/s
-_RAY_BATCH_S = 1e-3  # of the consumer, for a batch from a Ray actor, besides copying it
-_MAX_REMOTE = 64  # workers
-_WORTH_A_CLUSTER = 1.2  # times the gain of a change of this machine's loader alone
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
 # Crops that the decoder can take over, and for images of up to so many pixels the share of a full decode's
@@ -103,9 +99,8 @@ def find_bottleneck(timeline: Timeline) -> tuple[str, str]:
     if slow:
         return "worker", f"The bottleneck is one slow worker: {slow}."
     outside = _outside(timeline)
-    if outside is not None:
-        text = f"{STAGE_NAMES[outside.stage]}: workers wait for work meanwhile"
-        return outside.stage, f"The bottleneck is {text}."
+    if outside:
+        return outside, f"The bottleneck is {STAGE_NAMES[outside]}: workers wait for work meanwhile."
     by_stage = {part.stage: timeline.stage_s(part.stage) for part in timeline.stages}
     total_s = sum(by_stage.values())
     if not total_s:
@@ -148,23 +143,20 @@ def _slow_worker(timeline: Timeline) -> str:
     return f"worker {slowest} takes {times[slowest] / others:.1f} times as long for a batch as the others"
 
 
-def _outside(timeline: Timeline) -> Stage | None:
-    """The transport, if the workers wait for work while the loop waits for data."""
+def _outside(timeline: Timeline) -> str:
+    """The largest part of the transport, if workers wait for work while the loop waits for data; else ""."""
     utilization = timeline.utilization
     if utilization is None or utilization > 0.7 or not timeline.outside:
-        return None
-    largest = timeline.outside[0]
-    return largest if largest.wall_s >= mean(timeline.waits) / 3 else None
+        return ""
+    stage, spent_s = next(iter(timeline.outside.items()))
+    return stage if spent_s >= mean(timeline.waits) / 3 else ""
 
 
 # --- changes ---------------------------------------------------------------------------------------------
 
 
 def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
-    """The changes that gain at least `MIN_GAIN`, largest gain first, and other machines last.
-
-    Workers on other machines cost more than an edit: they are left out where a cache in RAM helps, or where
-    a cache on disk or more workers here gain about as much.
+    """The changes that gain at least `MIN_GAIN`, largest gain first.
 
     Args:
         timeline: What was recorded.
@@ -186,20 +178,13 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
             *_threads(timeline, model),
             *_slow_parts(timeline, model),
             *_transport(timeline, model),
-            *_remote_workers(timeline, model),
         )
     ]
     suggestions += _persistent_workers(timeline)
-    suggestions = [suggestion for suggestion in suggestions if suggestion.gain >= MIN_GAIN]
-    suggestions.sort(key=lambda suggestion: (suggestion.change == "remote", -suggestion.gain))
-    gains = {suggestion.change: suggestion.gain for suggestion in suggestions}
-    local_gain = max(gains.get("workers", 1.0), gains.get("lmdb", 1.0))
-    if (
-        max(gains.get("ram", 1.0), gains.get("files", 1.0)) > _WORTH_A_CLUSTER
-        or gains.get("remote", 1.0) < _WORTH_A_CLUSTER * local_gain
-    ):
-        return [suggestion for suggestion in suggestions if suggestion.change != "remote"]
-    return suggestions
+    return sorted(
+        (suggestion for suggestion in suggestions if suggestion.gain >= MIN_GAIN),
+        key=lambda suggestion: -suggestion.gain,
+    )
 
 
 def _without(
@@ -343,7 +328,7 @@ def _regions(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
         how = (
             f"decode only what {crops[0].name} keeps, if it is the first transform: return "
             "fastload.EncodedImage(path) from the dataset, without the transform, and use "
-            'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed'
+            'CachedDataset(dataset, transform, cache=None), with the extra "regions" installed'
         )
     num_pixels = max(part.num_pixels for part in images)
     share = next(share for maximum, share in _REGION_SHARES if num_pixels <= maximum)
@@ -367,35 +352,6 @@ def _workers(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
             best, gain = number, predicted
     if best != now:
         yield Suggestion("workers", f"num_workers={best} instead of {now}", gain)
-
-
-def _remote_workers(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
-    """As many workers on other machines as the loop and the network can use."""
-    info = timeline.info
-    if _is_lock_shared(timeline) or _slow_worker(timeline) or info["worker_type"] == "ray":
-        return
-    if info["is_iterable"] and info["num_workers"] == 0:
-        return
-    link_s = info["nbytes"] / _LINK_BYTES_PER_S
-    receive_s = _RAY_BATCH_S + info["nbytes"] / _RAM_BYTES_PER_S
-    min_step_s = max(mean(list(model.computes)) + receive_s, link_s)
-    number = min(max(1, math.ceil(timeline.make_s / min_step_s)), _MAX_REMOTE)
-    after = model.with_workers(number)
-    after = replace(
-        after,
-        computes=[compute_s + receive_s for compute_s in after.computes],
-        make_cpu_s=0.0,
-        consumer_cpu_s=model.consumer_cpu_s + receive_s,
-    )
-    gain = model.gain_to(after)
-    if link_s > 0:
-        gain = min(gain, model.step_s() / link_s)
-    yield Suggestion(
-        "remote",
-        f'{number} CPUs of other machines: num_workers={number}, worker_type="ray", on a Ray cluster whose '
-        f"network has {_LINK_BYTES_PER_S * 8 / 1e9:g} Gbit/s: a batch takes {link_s * 1e3:.1f} ms of it",
-        gain,
-    )
 
 
 def _persistent_workers(timeline: Timeline) -> Iterator[Suggestion]:

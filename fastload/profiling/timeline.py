@@ -92,7 +92,8 @@ class Timeline:
         batches: The finished batches, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines that workers ran, with their shares of the stack samples, largest first.
-        outside: Stages outside of making a batch, in seconds per batch: sending, receiving, pinning, copying.
+        outside: Sending, receiving, pinning and copying, outside of making a batch, in seconds per batch; the
+            largest first.
     """
 
     record: LoaderRecord
@@ -106,7 +107,7 @@ class Timeline:
     batches: dict[int, list[Batch]] = field(default_factory=lambda: defaultdict(list))
     stages: list[Stage] = field(default_factory=list)
     lines: list[tuple[str, float]] = field(default_factory=list)
-    outside: list[Stage] = field(default_factory=list)
+    outside: dict[str, float] = field(default_factory=dict)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class Timeline:
 
     def stage_s(self, stage: str) -> float:
         """Seconds per batch in a stage, of making a batch or outside of it."""
-        return sum(part.wall_s for part in (*self.stages, *self.outside) if part.stage == stage)
+        return sum(part.wall_s for part in self.parts(stage)) + self.outside.get(stage, 0.0)
 
     @property
     def receiving_s(self) -> float:
@@ -176,14 +177,6 @@ class Timeline:
             return None
         idle_s = mean([seconds(batch.waited_ns) for batch in self.warm])
         return self.make_s / (self.make_s + idle_s) if self.make_s else 0.0
-
-    def steps(self) -> Iterable[tuple[Step, int]]:
-        """Each step, by epoch, and when the loop asked for the next batch; 0 if it did not."""
-        by_epoch = sorted(self.record.steps, key=lambda step: step.epoch)
-        for step, after in itertools.pairwise([*by_epoch, None]):
-            if step is not None:
-                has_next = after is not None and after.epoch == step.epoch
-                yield step, after.start_ns if after and has_next else self.record.epochs[step.epoch].end_ns
 
 
 def mean(values: Sequence[float]) -> float:
@@ -223,18 +216,19 @@ def timeline_of(
 
 
 def _add_steps(timeline: Timeline) -> None:
-    by_epoch: dict[int, list[tuple[Step, int]]] = defaultdict(list)
-    for step, next_ns in timeline.steps():
-        by_epoch[step.epoch].append((step, next_ns))
+    by_epoch: dict[int, list[Step]] = defaultdict(list)
+    for step in timeline.record.steps:
+        by_epoch[step.epoch].append(step)
     num_warm_up = min(NUM_WARM_UP, len(by_epoch[0]) // 10)
-    for number, steps in by_epoch.items():
+    for number, steps in sorted(by_epoch.items()):
         if not steps:
             continue
-        start_ns, first_ns = timeline.record.epochs[number].start_ns, steps[0][0].end_ns
-        last_ns = steps[-1][1] or steps[-1][0].end_ns
-        timeline.total_s += seconds(last_ns - (start_ns if timeline.starts else first_ns))
-        timeline.starts.append(seconds(first_ns - start_ns))
-        for step, next_ns in steps[1 if number else 1 + num_warm_up :]:
+        epoch, first_ns = timeline.record.epochs[number], steps[0].end_ns
+        nexts_ns = [*(step.start_ns for step in steps[1:]), epoch.end_ns]  # 0: the loop asked for no more
+        last_ns = nexts_ns[-1] or steps[-1].end_ns
+        timeline.total_s += seconds(last_ns - (epoch.start_ns if timeline.starts else first_ns))
+        timeline.starts.append(seconds(first_ns - epoch.start_ns))
+        for step, next_ns in list(zip(steps, nexts_ns, strict=True))[1 if number else 1 + num_warm_up :]:
             if not next_ns:
                 continue  # the loop was left in this step
             wait_s, compute_s = seconds(step.end_ns - step.start_ns), seconds(next_ns - step.end_ns)
@@ -255,14 +249,17 @@ def _add_stages(timeline: Timeline) -> None:
                 total[:] = map(int.__add__, total, sums)
     num_detailed = totals[OWN_CODE][0] if totals else 0
     for (stage, name), sums in totals.items():
-        timeline.stages += _split(_stage(stage, name, sums, num_detailed), timeline.machine)
+        calls, wall_ns, cpu_ns, nbytes, num_pixels = sums
+        times = seconds(wall_ns) / num_detailed, seconds(cpu_ns) / num_detailed
+        sizes = nbytes / max(calls, 1), num_pixels / max(calls, 1)
+        timeline.stages += _split(Stage(stage, name, *times, *sizes, calls / num_detailed), timeline.machine)
     timeline.stages.sort(key=lambda stage: -stage.wall_s)
 
 
 def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
     info = timeline.info
     num_samples: dict[str, int] = defaultdict(int)  # stack samples, by line
-    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    times_ns: dict[str, list[int]] = defaultdict(list)
     pins = info["pin_memory"] or info["device"] is not None
     for event in events:
         is_mine = event.loader == timeline.record.number
@@ -270,23 +267,14 @@ def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
         is_of_batch = (event.stage != probes.SEND) == (event.worker < 0)
         if event.stage == LINE:
             if is_mine:
-                num_samples[event.name] += 1
+                num_samples[event.line] += 1
         elif is_of_batch and (is_mine or (event.loader < 0 and (pins or event.stage == probes.COPY))):
-            sums = totals[event.stage, event.name]
-            sums[:] = map(int.__add__, sums, (1, event.wall_ns, event.cpu_ns))
-    for (stage, name), sums in totals.items():
-        timeline.outside.append(_stage(stage, name, sums, sums[0]))
+            times_ns[event.stage].append(event.wall_ns)
+    means = {stage: seconds(mean(times)) for stage, times in times_ns.items()}
+    timeline.outside = dict(sorted(means.items(), key=lambda each: -each[1]))
     total = sum(num_samples.values())
     timeline.lines = [(line, number / total) for line, number in num_samples.items()]
     timeline.lines.sort(key=lambda line: -line[1])
-    timeline.outside.sort(key=lambda stage: -stage.wall_s)
-
-
-def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stage:
-    calls, wall_ns, cpu_ns, *sizes = sums
-    times = seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches
-    nbytes, num_pixels = [size / max(calls, 1) for size in sizes] or (0.0, 0.0)
-    return Stage(stage, name, *times, nbytes, num_pixels, calls / num_batches)
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:

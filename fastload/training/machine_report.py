@@ -1,4 +1,4 @@
-"""What this machine offers a data loader, and how to debug, for `fastload doctor`.
+"""What this machine offers a data loader, for `fastload doctor`.
 
 It changes nothing and ends no process. No function raises: if something cannot be determined, the report says
 why.
@@ -7,28 +7,25 @@ why.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.metadata
 import multiprocessing
 import os
 import platform
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastload.device.devices import choose_backend, why_unavailable
-from fastload.errors import FastloadError, WorkerStartError
+from fastload.errors import FastloadError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.system.humanize import readable_memory
 from fastload.training.report import lines_of, memory_report
 from fastload.version import __version__
-from fastload.workers.ray_pool import connect
 
 WORKS = "works"
 
@@ -47,14 +44,6 @@ _DISTRIBUTIONS = {  # OpenCV is distributed under four names
     ),
 }
 
-HINTS = {
-    "an error in a worker": "DataLoader(num_workers=0) runs it in your process, under a debugger",
-    "a traceback without frames of fastload and torch": "FASTLOAD_DEBUG=1 python ... shows them",
-    "an error on the GPU that names the wrong line": "CUDA_LAUNCH_BLOCKING=1 python ... waits for kernels",
-    "an unclear error on the GPU": "run the same step on the CPU, for example with device='cpu'",
-    "memory that grows": "print(fastload.memory_report()) between epochs",
-}
-
 
 def machine_report() -> tuple[dict[str, Any], list[str]]:
     """Examine this machine; takes about a second, and makes a CUDA context on every GPU.
@@ -63,7 +52,6 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         Plain data, ready for JSON, and lines of text.
     """
     memory = memory_report()  # before there is a CUDA context
-    processes, processes_note = gpu_processes()
     gpus_note = why_unavailable(None) or ""
     gpus = [] if gpus_note else [examine_gpu(index) for index in range(torch.cuda.device_count())]
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -76,12 +64,8 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "shm_free_bytes": None if shm is None else shm.free,
         "start_methods": multiprocessing.get_all_start_methods(),
         "memory": memory.as_dict(),
-        "ray_cluster": ray_cluster(),
         "gpus": gpus,
         "gpus_note": gpus_note,
-        "gpu_processes": processes,
-        "gpu_processes_note": processes_note,
-        "hints": HINTS,
     }
     verdict = _verdict(report)
     return {"verdict": verdict, **report}, [verdict, *lines_of(report)]
@@ -95,36 +79,12 @@ def _verdict(report: dict[str, Any]) -> str:
         for gpu in report["gpus"]
         if gpu["page_locking"] not in (None, WORKS)
     ]
-    if isinstance(report["ray_cluster"], str) and report["ray_cluster"]:
-        problems.append(report["ray_cluster"])
     if problems:
         return f"{len(problems)} problem{'s' * (len(problems) > 1)}: {'; '.join(problems)}"
     cpus, gpus = report["num_usable_cpus"], len(report["gpus"])
     free = readable_memory(report["memory"]["host_available_bytes"])
     counts = f"{cpus} CPU{'s' * (cpus != 1)}, {free} of free memory, {gpus or 'no'} GPU{'s' * (gpus != 1)}"
     return f"no problems: {counts}"
-
-
-def ray_cluster() -> dict[str, Any] | str:
-    """The machines and CPUs of the Ray cluster of this process or of RAY_ADDRESS; "" if there is none.
-
-    A text says why a cluster that RAY_ADDRESS names cannot be seen.
-    """
-    ray: Any = sys.modules.get("ray")
-    is_own = ray is None or not ray.is_initialized()
-    if is_own and not os.environ.get("RAY_ADDRESS"):
-        return ""
-    try:
-        ray = connect({})
-    except (ImportError, WorkerStartError) as error:
-        return str(error)
-    try:
-        total, free = ray.cluster_resources(), ray.available_resources()
-        machines = sum(name.startswith("node:") and "__" not in name for name in total)
-        return {"machines": machines, "cpus": total.get("CPU", 0.0), "free_cpus": free.get("CPU", 0.0)}
-    finally:
-        if is_own:
-            ray.shutdown()
 
 
 # --- the software ----------------------------------------------------------------------------------------
@@ -215,21 +175,3 @@ def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
     end.synchronize()
     elapsed_s = float(start.elapsed_time(end)) / 1000
     return _REPEATS * source.numel() / elapsed_s
-
-
-def gpu_processes() -> tuple[list[dict[str, Any]] | None, str]:
-    """The processes that compute on any GPU of this machine; or None, and why they are unknown."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-    except ImportError:
-        return None, "NVML's Python module is not installed (pip install nvidia-ml-py)"
-    try:
-        nvml.nvmlInit()
-        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-        return [
-            {"index": index, "pid": process.pid, "used_bytes": process.usedGpuMemory}
-            for index, handle in enumerate(handles)
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        ], ""
-    except nvml.NVMLError as error:
-        return None, f"NVML: {error}"

@@ -137,7 +137,7 @@ def memory_report() -> MemoryReport:
     segments = _segment_bytes()
     devices = tuple(_read_device(index) for index in _devices_with_context())
     return MemoryReport(
-        host_total_bytes=_total_bytes(),
+        host_total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         host_available_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
         process_rss_bytes=_resident_bytes(),
@@ -153,13 +153,6 @@ def memory_report() -> MemoryReport:
 
 
 # --- the host ---------------------------------------------------------------------------------------------
-
-
-def _total_bytes() -> int:
-    try:
-        return int(psutil.virtual_memory().total)
-    except OSError:  # there is no /proc
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _resident_bytes() -> int | None:

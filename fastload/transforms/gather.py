@@ -9,13 +9,11 @@ import torch.utils.data
 from torch import nn
 
 from fastload.device.devices import free_bytes
-from fastload.nested.tree import map_device_leaves
+from fastload.nested.tree import leaves, map_device_leaves
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from typing import Self
-
-_CHUNK = 4096  # samples that `from_dataset` reads at a time
 
 
 class Gather(nn.Module):
@@ -61,14 +59,20 @@ class Gather(nn.Module):
         Read a `CachedDataset` without its random transform: what it draws would be the same in all epochs.
 
         Raises:
-            ValueError: There is no sample, or samples differ in structure, or hold something else than
-                arrays, tensors and numbers.
+            ValueError: There is no sample, or samples hold something else than arrays, tensors and numbers.
+            Exception: That of torch's `default_collate` for samples of different shapes or structures.
         """
-        generator = torch.Generator()  # torch's loader draws a seed: not from the user's stream
-        chunks = list(torch.utils.data.DataLoader(dataset, _CHUNK, generator=generator))
-        if not chunks:
+        if not len(dataset):
             raise ValueError("Gather needs a dataset with samples, but got an empty one")
-        return cls(_concatenated(chunks, "$"))
+        generator = torch.Generator()  # torch's loader draws a seed: not from the user's stream
+        (columns,) = torch.utils.data.DataLoader(dataset, len(dataset), generator=generator)
+        others = {type(leaf).__name__ for leaf in leaves(columns) if not isinstance(leaf, torch.Tensor)}
+        if others:
+            raise ValueError(
+                "Gather keeps samples of arrays, tensors and numbers in dicts, lists and tuples, but got "
+                f"{', '.join(sorted(others))}"
+            )
+        return cls(columns)
 
     def forward(self, rows: torch.Tensor) -> Any:
         """The samples of these rows, as a batch of the structure of `columns`."""
@@ -105,26 +109,3 @@ class Gather(nn.Module):
 
         map_device_leaves(self.columns, note)
         return tensors
-
-
-def _concatenated(chunks: list[Any], path: str) -> Any:
-    """Batches of one structure as one batch."""
-    first = chunks[0]
-    kinds = {type(chunk) for chunk in chunks}
-    if isinstance(first, torch.Tensor):
-        return torch.cat(chunks)
-    keys: list[Any] = []
-    if isinstance(first, dict):
-        keys = list(first)
-    elif isinstance(first, (list, tuple)):
-        keys = list(range(len(first)))
-    if len(kinds) > 1 or not keys or any(len(chunk) != len(keys) for chunk in chunks):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(
-            f"Gather keeps samples of arrays, tensors and numbers in dicts, lists and tuples, all of one "
-            f"structure, but got {names} at {path}"
-        )
-    parts = {key: _concatenated([chunk[key] for chunk in chunks], f"{path}[{key!r}]") for key in keys}
-    if isinstance(first, dict):
-        return parts
-    return first._make(parts.values()) if hasattr(first, "_make") else type(first)(parts.values())

@@ -17,9 +17,9 @@ MACHINE = {
     "torch": "2.13.0",
     "fastload": "0.1.0",
 }
-TORCH = Configuration("torch", "none", 2, 64, "fork")
-PLAIN = Configuration("fastload", "none", 2, 64, "fork")
-RAM = Configuration("fastload", "ram", 2, 64, "fork")
+TORCH = Configuration("torch", "none", 2, 64)
+PLAIN = Configuration("fastload", "none", 2, 64)
+RAM = Configuration("fastload", "ram", 2, 64)
 
 
 def row(configuration: Configuration, *later: float, problem: str = "") -> Row:
@@ -33,8 +33,9 @@ def result(*rows: Row, **changed: Any) -> Result:
         "source": "photos",
         "length": 2000,
         "num_samples": 500,
-        "sample_nbytes": {"": 1000},
+        "sample_nbytes": 1000,
         "transform": None,
+        "size": None,
         "rounds": max((len(one.later) for one in rows), default=1),
         "machine": MACHINE,
     }

@@ -99,37 +99,32 @@ SWEEPS = st.fixed_dictionaries(
     {
         "workers": st.lists(st.integers(0, 4), min_size=1, unique=True),
         "batch_sizes": st.lists(st.integers(1, 512), min_size=1, max_size=3, unique=True),
-        "start_methods": st.lists(st.sampled_from(["fork", "spawn"]), min_size=1, unique=True),
         "caches": st.lists(st.sampled_from(CACHES), min_size=1, unique=True),
-        "sizes": st.lists(st.sampled_from([None, "32x32", "64x64"]), min_size=1, unique=True),
     }
 )
 
 
 @given(SWEEPS)
 def test_every_setting_takes_part_once_with_both_loaders(sweep: dict[str, list[Any]]) -> None:
-    """A loader without workers has no start method, and torch's no cache: one configuration for each."""
+    """Torch's loader has no cache: one configuration for each number of workers and batch size."""
     found = configurations_of(**sweep)
     assert len(set(found)) == len(found)
-    assert all((one.start_method is None) == (one.num_workers == 0) for one in found)
     for loader in ("torch", "fastload"):
         some = [one for one in found if one.loader == loader]
         assert {one.num_workers for one in some} == set(sweep["workers"])
         assert {one.batch_size for one in some} == set(sweep["batch_sizes"])
-        assert {one.size for one in some} == set(sweep["sizes"])
         assert {one.cache for one in some} == (set(sweep["caches"]) if loader == "fastload" else {"none"})
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("transform", [None, len])
 @pytest.mark.parametrize(("loader", "cache"), [("torch", "none"), *(("fastload", cache) for cache in CACHES)])
 def test_the_lines_make_the_loader_that_was_measured(
-    loader: str, cache: str, transform: Any, num_workers: int, method: str, tmp_path: Path
+    loader: str, cache: str, transform: Any, num_workers: int, tmp_path: Path
 ) -> None:
-    """They run, and give a loader of that class with these settings; the default start method needs none."""
-    configuration = Configuration(loader, cache, num_workers, 3, method if num_workers else None)
-    lines = configuration.code("fork", has_transform=transform is not None, lmdb_path=str(tmp_path / "cache"))
+    """They run, and give a loader of that class with these settings."""
+    configuration = Configuration(loader, cache, num_workers, 3)
+    lines = configuration.code(has_transform=transform is not None, lmdb_path=str(tmp_path / "cache"))
     dataset = [(np.full((4, 4, 3), number, np.uint8), number) for number in range(6)]
     names: dict[str, Any] = {"dataset": dataset, "transform": transform}
     exec("\n".join(lines), names)
@@ -138,7 +133,6 @@ def test_the_lines_make_the_loader_that_was_measured(
     assert isinstance(made, torch.utils.data.DataLoader)
     assert (made.num_workers, made.batch_size) == (num_workers, 3)
     assert made.persistent_workers == (num_workers > 0)
-    assert ("multiprocessing_context" in lines[-1]) == (num_workers > 0 and method == "spawn")
     assert isinstance(made.dataset, fastload.CachedDataset) == (cache != "none" or transform is not None)
     if isinstance(made.dataset, fastload.CachedDataset):
         assert made.dataset.transform is transform

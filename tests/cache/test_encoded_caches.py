@@ -200,13 +200,12 @@ def test_without_a_cache(tmp_path: Path) -> None:
 
 
 def test_refusals(photos: Path, tmp_path: Path) -> None:
-    """What cannot be cached undecoded is refused with advice; `decode` is also checked if it is set later."""
+    """What cannot be cached undecoded is refused with advice."""
     folder = ImageFolder(photos)
     for dataset, options, said in (
         (folder, {"pre_transform": A.Compose([A.Resize(9, 9)])}, "omit pre_transform="),
         (ImageFolder(photos, size=20), {}, "omit size="),
         (Files(photos, is_decoded=True), {}, r"return fastload\.EncodedImage"),
-        (folder, {"decode": "quick"}, 'decode should be "exact" or "fast"'),
     ):
         with pytest.raises(ValueError, match=said):
             CachedDataset(dataset, cache="ram-encoded", **options)
@@ -216,12 +215,6 @@ def test_refusals(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
         build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
     assert list(tmp_path.iterdir()) == []
-    ds = CachedDataset(folder, pipeline(), cache=None)
-    ds.decode = "quick"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match='"exact" or "fast"'):
-        ds[0]
-    ds.decode = "fast"
-    assert ds[0][0].shape == (SIDE, SIDE, 3)
 
 
 @pytest.fixture

@@ -337,8 +337,8 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
     assert (list(range(num_samples)) if indices is None else indices.tolist()) == stored
     if num_samples:
         file = cache._file_of(0)
-        for read in (file.record, file.glance):
-            assert [None if (one := read(i)) is None else bytes(one) for i in range(num_samples)] == records
+        found = [file.record(index) for index in range(num_samples)]
+        assert [None if one is None else bytes(one) for one in found] == records
         assert (file.records(np.arange(num_samples)) is None) == (len(stored) < num_samples)
         assert file.records(np.array(stored[::-1], np.intp)) == [records[index] for index in stored[::-1]]
 

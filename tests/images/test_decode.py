@@ -178,19 +178,12 @@ def test_impossible_sizes_are_named(error: type[Exception], sizes: list[Any]) ->
             read_image("missing.jpg", size)
 
 
-@given(sides=st.tuples(st.integers(8, 700), st.integers(8, 700)), scale=st.sampled_from([2, 4, 8]))
-def test_a_fraction_has_sides_that_are_rounded_up(sides: tuple[int, int], scale: int) -> None:
-    """A JPEG of any size is decoded at exactly the asked fraction."""
-    content = saved(Image.new("RGB", sides[::-1]), "jpg")
-    assert decode(content, "x", scale=scale).shape == (-(-sides[0] // scale), -(-sides[1] // scale), 3)
-
-
 # --- OpenCV's decoder and Pillow's ------------------------------------------------------------------------
 
 
 def of_pillow(content: bytes) -> np.ndarray:
     """The same file, read by Pillow alone."""
-    return _opened(content, "x", lambda image: _read(image, None, 1))
+    return _opened(content, "x", lambda image: _read(image, None))
 
 
 def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, ...]:

@@ -123,63 +123,12 @@ def test_boxes_of_odd_files() -> None:
 def test_a_box_must_lie_in_the_image(kind: str) -> None:
     """Empty ones and ones that exceed the image are a ValueError with its size; coordinates are ints."""
     image = EncodedImage(image_file(kind))
-    for decode_box in (image.decode, lambda box: image.decode_reduced(box, (1, 1)).pixels):
-        for box in [(5, 5, 5, 9), (0, 5, 5, 5), (-1, 0, 5, 5), (0, -1, 5, 5), (0, 0, 84, 5), (0, 0, 5, 62)]:
-            with pytest.raises(ValueError, match="61 x 83 pixels"):
-                decode_box(box)
-        with pytest.raises(TypeError, match="four ints"):
-            decode_box((0.0, 0.0, 10.0, 10.0))  # type: ignore[arg-type]
+    for box in [(5, 5, 5, 9), (0, 5, 5, 5), (-1, 0, 5, 5), (0, -1, 5, 5), (0, 0, 84, 5), (0, 0, 5, 62)]:
+        with pytest.raises(ValueError, match="61 x 83 pixels"):
+            image.decode(box)
+    with pytest.raises(TypeError, match="four ints"):
+        image.decode((0.0, 0.0, 10.0, 10.0))  # type: ignore[arg-type]
     assert image.decode(tuple(np.array([1, 2, 30, 40]))).shape == (38, 29, 3)
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(
-    sides=st.tuples(st.integers(16, 200), st.integers(16, 200)),
-    orientation=st.integers(1, 8),
-    scale=st.sampled_from([2, 4, 8]),
-    data=st.data(),
-)
-def test_a_reduced_region(sides: Any, orientation: int, scale: int, data: st.DataObject) -> None:
-    """Its pixels are those of a smooth image in the middle of what each covers, as its box says."""
-    y, x = np.mgrid[: sides[0], : sides[1]]
-    ramps = np.stack([255 * x / sides[1], 255 * y / sides[0], 80 + 0 * x], -1).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(ramps).save(file, "jpeg", quality=98, subsampling="4:4:4", exif=exif_of(orientation))
-    image = EncodedImage(file.getvalue())
-    spans = []
-    for side in image.shape[:2]:
-        start = data.draw(st.integers(0, side - scale))
-        spans.append((start, data.draw(st.integers(start + scale, side))))
-    (y_min, y_max), (x_min, x_max) = spans
-    least = (y_max - y_min) // scale, (x_max - x_min) // scale
-    assume(min(least) < 2 * scale)
-    with mock.patch.object(regions, "name_of_decoder", return_value=None):  # never the region at full size
-        found, box = image.decode_reduced((x_min, y_min, x_max, y_max), least)
-    whole, places = image.decode().astype(int), []
-    for (start, stop), first, last, length in [
-        (spans[0], *box[1::2], len(found)),
-        (spans[1], *box[::2], len(found[0])),
-    ]:
-        used = (stop - start) / (last - first)
-        assert used >= min(scale, 2)
-        assert 0 <= first < 1
-        assert length - 1 < last <= length
-        centres = start + (np.arange(length) + 0.5 - first) * used
-        places.append(centres.astype(int).clip(0, whole.shape[len(places)] - 1))
-    expected = whole[places[0]][:, places[1]]
-    assert np.abs(found - expected).max() <= 6 + scale * 255 / min(sides)
-
-
-@pytest.mark.parametrize("orientation", [1, 3, 6])
-def test_the_cheaper_size_is_decoded(orientation: int) -> None:
-    """All rows down to its lower edge are read: a small region at the top is not reduced, nor is a PNG."""
-    image = EncodedImage(image_file("4:2:0", 400, 400, orientation))
-    top = {1: (0, 0, 80, 80), 3: (320, 320, 400, 400), 6: (320, 0, 400, 80)}[orientation]
-    assert image.decode_reduced(top, (40, 40)).pixels.shape == (80, 80, 3)
-    assert image.decode_reduced((0, 0, 400, 400), (200, 200)).pixels.shape == (200, 200, 3)
-    other, box = EncodedImage(image_file("png")), (0, 0, 80, 60)
-    np.testing.assert_array_equal(other.decode_reduced(box, (1, 1)).pixels, other.decode(box))
 
 
 # --- the object -------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ from unittest import mock
 import cv2
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.errors import ImageReadError
-from fastload.images import jpeg, regions, restart_markers
+from fastload.images import jpeg, regions
 from fastload.images.decode import decode
 from fastload.images.encoded import EncodedImage
 from fastload.images.geometry import apply_orientation
@@ -104,25 +104,6 @@ def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float)
     assert cut is not None
     assert len(cut.content) < share * len(content)
     assert_is_part(content, (200, 200, 300, 300), decode(content, "x"))
-
-
-@pytest.mark.slow
-@settings(max_examples=120, deadline=None)
-@given(content=files(), orientation=st.integers(1, 8), scale=st.sampled_from([2, 4, 8]), data=st.data())
-def test_reduced_regions(content: bytes, orientation: int, scale: int, data: Any) -> None:
-    """With decode="fast", a cut file gives the pixels and the box that the reduced whole picture gives."""
-    content = turned_file(content, orientation)
-    image = EncodedImage(content)
-    height, width, _ = image.shape
-    box = x_min, y_min, x_max, y_max = draw_box(data, height, width)
-    least = (y_max - y_min) // scale, (x_max - x_min) // scale
-    assume(min(least) > 0)
-    with mock.patch.object(regions, "_codec", return_value=None):
-        found = image.decode_reduced(box, least)
-        with mock.patch.object(restart_markers, "crop_jpeg", return_value=None):
-            expected = EncodedImage(content).decode_reduced(box, least)
-    assert found.box == expected.box
-    np.testing.assert_array_equal(found.pixels, expected.pixels)
 
 
 @pytest.mark.slow

@@ -336,7 +336,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
         ("run --chace ram", "fastload run has no option --chace: did you mean --cache[?]$"),
         ("profile --replay x", "--replay should be a whole number from 0 on, but got 'x'$"),
         ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
-        ("profile --trace folder", "--trace should be a file in a directory .*, not 'folder'"),
+        ("profile --output folder", "--output should be a file in a directory .*, not 'folder'"),
     ],
 )
 def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, monkeypatch: Any) -> None:
@@ -498,7 +498,7 @@ if __name__ == "__main__":
         print(type(batch) is Sample, batch.y[0].item())
 """
 REPORT = r"\ntrain_loader: .+\n  Numbers, 40 samples, batch_size=4, "  # the verdict comes first
-FILES = ("--output", "a.json", "--trace", "b.json")
+FILE = ("--output", "a.json")
 HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where some are replayed
 
 
@@ -527,17 +527,15 @@ def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, repor
     assert "inside" not in done.stdout
 
 
-def test_files_and_replayed_batches(run: Run, tmp_path: Path) -> None:
-    """`--output` and `--trace` are named, also after an error; `--replay` keeps the number of steps."""
+def test_the_file_and_replayed_batches(run: Run, tmp_path: Path) -> None:
+    """`--output` is named, also after an error; `--replay` keeps the number of steps."""
     (tmp_path / "train.py").write_text(ENDING)
-    done = run("profile", *FILES, "train.py", "code")
+    done = run("profile", *FILE, "train.py", "code")
     assert done.returncode == 3
-    assert done.stderr.endswith("fastload: wrote a.json\nfastload: wrote b.json\n")
+    assert done.stderr.endswith("fastload: wrote a.json\n")
     report = json.loads((tmp_path / "a.json").read_text())
     assert [(loader["name"], loader["num_batches"]) for loader in report["loaders"]] == [("train_loader", 7)]
-    events = json.loads((tmp_path / "b.json").read_text())["traceEvents"]
-    assert [event["name"] for event in events].count("waiting for data") == 7
-    done = run("profile", "--replay", "2", *FILES, "train.py", "none")
+    done = run("profile", "--replay", "2", *FILE, "train.py", "none")
     expected = "".join(f"{number} {value}\n" for number, value in enumerate(HELD))
     assert (done.returncode, done.stdout) == (0, f"{expected}the end\n")
     assert json.loads((tmp_path / "a.json").read_text())["loaders"][0]["num_batches"] == 10
@@ -546,9 +544,9 @@ def test_files_and_replayed_batches(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *(["profile", *FILES, "train.py", method] for method in ("fork", "forkserver")),
+        *(["profile", *FILE, "train.py", method] for method in ("fork", "forkserver")),
         ["run", "-q", "-m", "train", "forkserver"],
-        pytest.param(["profile", *FILES, "train.py", "spawn"], marks=pytest.mark.thorough),
+        pytest.param(["profile", *FILE, "train.py", "spawn"], marks=pytest.mark.thorough),
     ],
 )
 def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list[str]) -> None:

@@ -35,11 +35,11 @@ def test_what_is_written_is_read(name: str, tmp_path_factory: pytest.TempPathFac
     writers = [Recording(directory), Recording(directory)]
     for number, writer in enumerate(writers):
         writer.add(made(10 - number))
-    writers[0].add(Event(-1, -1, "pin", name, 5, 4))
+    writers[0].add(Event(-1, -1, "pin", 5, name))
     found = read_recordings(directory)
     for writer in writers:
         writer.close()
-    assert found == ([made(9), made(10)], [Event(-1, -1, "pin", name, 5, 4)])
+    assert found == ([made(9), made(10)], [Event(-1, -1, "pin", 5, name)])
 
 
 def test_recordings_that_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

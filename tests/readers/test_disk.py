@@ -311,26 +311,6 @@ def test_a_folder_that_moves_with_its_cache_is_known_at_once(
     assert hashed == []
 
 
-def test_rebase_hashes_every_file_once(folder: Path, cache: str, hashed: list[int], tmp_path: Path) -> None:
-    """Then no job does; other files below the folder, and missing ones, are counted."""
-    assert misses(Photos(folder), cache) == SIZE
-    path, copied = cache.removeprefix("lmdb:"), tmp_path / "copied" / "deep"
-    copied.mkdir(parents=True)
-    for file in sorted(folder.glob("*.jpg"))[2:]:
-        shutil.copy(file, copied)
-    (copied / "labels.txt").write_text("0")
-    (copied / "loop").symlink_to(copied.parent)
-    del hashed[:]
-    assert upkeep.rebase(path, str(copied.parent)) == (SIZE - 1, SIZE - 2, 0, 2)
-    assert len(hashed) == SIZE - 1
-    num_rows = store_at(cache).segments[0].num_rows
-    upkeep.rebase(path, str(copied.parent))
-    assert store_at(cache).segments[0].num_rows == num_rows
-    del hashed[:]
-    assert misses(Photos(copied), cache) == 0
-    assert hashed == []
-
-
 def test_times_of_a_disk_image_prove_nothing(
     folder: Path, cache: str, hashed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

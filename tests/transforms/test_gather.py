@@ -152,24 +152,21 @@ class Named(Dicts):
 
 
 class Turned(Dicts):
-    """From sample 4096 on, the keys have another order."""
-
-    def __len__(self) -> int:
-        return 4100
+    """From sample 4 on, the keys have another order."""
 
     def __getitem__(self, index: int) -> Any:
-        return {"a": index, "b": -index} if index < 4096 else {"b": -index, "a": index}
+        return {"a": index, "b": -index} if index < 4 else {"b": -index, "a": index}
 
 
 def test_the_order_of_keys_does_not_matter() -> None:
     """Columns are joined by their names."""
-    found = Gather.from_dataset(Turned())(torch.tensor([4098]))
-    assert {name: int(column) for name, column in found.items()} == {"a": 4098, "b": -4098}
+    found = Gather.from_dataset(Turned())(torch.tensor([5]))
+    assert {name: int(column) for name, column in found.items()} == {"a": 5, "b": -5}
 
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [(Named(), r"got str at \$\[1\]\[0\]"), ([], "got an empty one")],
+    [(Named(), "but got str$"), ([], "got an empty one")],
 )
 def test_what_has_no_columns_is_refused(dataset: Any, message: str) -> None:
     """Text, and a dataset without samples."""

@@ -359,7 +359,8 @@ def test_an_error_of_default_collate_names_the_field(name: str, collate_fn: Any,
     cures = {
         "two sizes": "pad, resize or crop",
         "shapes": "pad,",
-        "images": "albumentations.Resize(",
+        "images": "in the transform, for example with albumentations.RandomResizedCrop((224, 224)), or once, "
+        "with fastload.ImageFolder(..., size=(224, 224)) or fastload cache build --size 224x224",
         "tensors": "torchvision.tr",
     }
     assert cures.get(name, "") in note

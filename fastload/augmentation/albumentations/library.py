@@ -139,11 +139,11 @@ class Albumentations(AugmentationLibrary):
         """See `deferred_end`."""
         return find_deferred_end(pipeline)
 
-    def split_crop(self, pipeline: Any, *, reduces: bool) -> CropInDecoder | None:
+    def split_crop(self, pipeline: Any) -> CropInDecoder | None:
         """See `crop`."""
         from fastload.augmentation.albumentations.crop import CropInDecoder  # here: it imports Pillow
 
-        return CropInDecoder(pipeline, reduces=reduces)
+        return CropInDecoder(pipeline)
 
 
 def _call_with_first(transform: Any, sample: Any) -> Any:

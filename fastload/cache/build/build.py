@@ -26,13 +26,13 @@ from fastload.cache.build.plan import (
     leaf_name,
     make_plan,
 )
-from fastload.cache.build.random_check import read_unnoticed, readable, spread_indices
+from fastload.cache.build.random_check import read_unnoticed, readable
 from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.format.codecs import CODEC_CHECK, LOSSY, QUALITY_CHECK, is_lossy
+from fastload.cache.format.codecs import CODEC_CHECK, LOSSY, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import decode, encode
+from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, TooManyFailuresError
@@ -56,8 +56,6 @@ _CHECKS = {
     "lossy_leaf": optional(TEXT),
     "on_error": one_of("raise", "skip"),
 }
-_EXAMPLES = 3  # samples in which photographs are told from masks
-_MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
 def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LMDBCache:
@@ -119,7 +117,7 @@ class Build:
             an unfinished build of any quality, and builds with 95.
         lossy_leaf: The image that jpeg and webp change: a name such as `"image"` or `"inputs.rgb"`, a number
             as a str such as `"0"`, or a path such as `$["image"]`. None accepts that of a cache or an
-            unfinished build, or else finds the one `(H, W, 3)` array with the look of a photograph.
+            unfinished build, or else takes the only image of a sample.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
@@ -237,20 +235,8 @@ class Build:
         ):
             lossy_leaf = earlier.lossy_leaf
         else:
-            if self.lossy_leaf is None and is_lossy(codec, quality):
-                self._read_examples()
             lossy_leaf = find_lossy_leaf(self.probed.values(), codec, quality, self.lossy_leaf)
         return make_plan(self.dataset, self.probed, self.fingerprint, codec, quality, lossy_leaf, num_shards)
-
-    def _read_examples(self) -> None:
-        """Probe a few samples: the first one of a dataset can be an image that looks like a mask."""
-
-        def read(index: int) -> Any:
-            return decode(encode(self.dataset[index]))  # a copy: a dataset can reuse its buffer
-
-        with contextlib.suppress(Exception):  # raised where the sample is stored
-            copies = {index: decode(encode(sample)) for index, sample in self.probed.items()}
-            self.probed = copies | dict(itertools.islice(readable(self.dataset, read), _EXAMPLES))
 
     def write(
         self,
@@ -388,26 +374,4 @@ class Build:
             )
         cache = LMDBCache(path)
         cache.reason = "built now, as it did not exist"
-        _report_shapes(cache)
         return cache
-
-
-def _report_shapes(cache: LMDBCache) -> None:
-    """Log if arrays of samples differ in shape, which would fail in the first training batch."""
-    indices = spread_indices(cache.num_samples, _MAX_COMPARED)
-    specs = {spec for index in indices if (spec := cache.spec_of(index)) is not None}
-    shapes: dict[str, set[tuple[int, ...]]] = {}
-    for spec in specs:
-        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
-            if leaf.kind in ("array", "tensor"):
-                shapes.setdefault(path, set()).add(leaf.shape)
-    path, different = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
-    if len(different) > 1:
-        first, second = sorted(different)[:2]
-        log.info(
-            "%s: the samples have at least %d different shapes at %s, such as %s and %s, but torch's "
-            "default_collate makes batches of equal shapes only. Scale every image to one height and width "
-            "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
-            "transform, or pass a collate_fn",
-            *(cache.path, len(different), path, first, second),
-        )

@@ -20,20 +20,14 @@ import PIL.Image  # the submodule, so encoding workers, which are forked from he
 
 from fastload.cache.build.sources import decoded_source, encoded_source
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.format.codecs import (
-    BEST_QUALITY,
-    LOSSY,
-    SOURCE,
-    codec_of_leaf,
-    is_like_a_photograph,
-    is_lossy,
-)
+from fastload.cache.format.codecs import BEST_QUALITY, LOSSY, SOURCE, codec_of_leaf, is_lossy
 from fastload.cache.format.fingerprint import KEY_PART, fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
 from fastload.cache.format.undecoded import holds_images
 from fastload.cache.lmdb.description import Plan, why_different
-from fastload.errors import CacheMismatchError, UnsupportedSampleError
+from fastload.errors import BuildRefusedError, CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
+from fastload.images.geometry import MIN_SIDE
 from fastload.nested import tree
 from fastload.nested.spec import flatten
 from fastload.system.humanize import fastload_command
@@ -45,6 +39,7 @@ if TYPE_CHECKING:
 
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
+    from fastload.nested.leaf import Leaf
 
 SHARD_BYTES = 1 << 30  # of a shard, roughly, unless the user sets the number of shards
 # An open shard takes two descriptors, one of them for its mapping. Many systems allow a process 1024.
@@ -87,14 +82,14 @@ def make_plan(
         num_shards: None for files of about 1 GiB.
 
     Raises:
-        ValueError: The codec is "source", and a sample has no undecoded image.
+        BuildRefusedError: The codec is "source", and a sample has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
     index = min(probed, default=0)
     example = probed.get(index)
     if codec == SOURCE and probed and not holds_images(example):
-        raise ValueError(
+        raise BuildRefusedError(
             f'codec "{SOURCE}" stores the files of images, but sample {index} is '
             f"{tree.structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
             "use fastload.ImageFolder without size=, or choose a different codec"
@@ -145,43 +140,52 @@ def find_lossy_leaf(
     """The path of the image that a lossy codec changes; None if the codec is lossless, or there is no image.
 
     Args:
-        samples: A few samples.
+        samples: One sample or more; none if none can be read.
         codec: As of a build.
         quality: Of the codec.
-        name: The user's name or path of the leaf; None to find the one that looks like a photograph.
+        name: The user's name or path of the leaf; None for the only image of a sample.
 
     Raises:
-        ValueError: No leaf or several leaves fit; the error lists the leaves.
+        BuildRefusedError: No leaf or several leaves fit; the error lists the leaves.
     """
     if not is_lossy(codec, quality):
         if name is None:
             return None
         exact = codec if quality is None else f"{codec} of quality {quality}"
-        raise ValueError(f"lossy_leaf={name!r} is for {' and '.join(LOSSY)}, but {exact} changes no pixels")
-    images: dict[str, list[Any]] = {}
+        raise BuildRefusedError(
+            f"lossy_leaf={name!r} is for {' and '.join(LOSSY)}, but {exact} changes no pixels"
+        )
+    images: dict[str, tuple[int, ...]] = {}  # the shapes of all that can be an image or a mask
+    changeable: dict[str, tuple[int, ...]] = {}  # those that the codec would change
     for sample in samples:
-        spec, values = flatten(sample)
-        for path, leaf, value in zip(spec.paths(), spec.leaves, values, strict=True):
+        spec, _ = flatten(sample)
+        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
+            if _can_be_image(leaf):
+                images[path] = leaf.shape
             if codec_of_leaf(codec, leaf) == codec:
-                images.setdefault(path, []).append(value)
+                changeable[path] = leaf.shape
     if name is None:
-        paths = [path for path, arrays in images.items() if any(map(is_like_a_photograph, arrays))]
-        problem = "several leaves have" if paths else "no leaf has"
-        problem = f"{problem} the look of a photograph"
+        paths, listed = list(images), images
+        problem = "a sample has several images"
     else:
-        paths = [path for path in images if name in (path, leaf_name(path))]
+        paths, listed = [path for path in changeable if name in (path, leaf_name(path))], changeable
         problem = f"lossy_leaf={name!r} names no image of three channels"
     if len(paths) == 1:
         return paths[0]
-    if not samples or (name is None and not images):
+    if not samples or (name is None and not changeable):
         return None
-    listed = ", ".join(f"{leaf_name(path)} of shape {arrays[0].shape}" for path, arrays in images.items())
-    example = leaf_name(next(iter(images), "NAME"))
-    raise ValueError(
+    shapes = ", ".join(f"{leaf_name(path)} of shape {shape}" for path, shape in listed.items())
+    named = " or ".join(f"lossy_leaf={leaf_name(path)!r}" for path in changeable or ["NAME"])
+    raise BuildRefusedError(
         f'codec "{codec}" changes pixels, so it is for one leaf of a sample, a photograph, and all others, '
-        f"such as masks, stay exact: {problem}. The images are: {listed or 'none'}. Name the photograph with "
-        f"lossy_leaf={example!r} (--lossy-leaf {example} on the command line), or choose codec png"
+        f"such as masks, stay exact: {problem}. The images are: {shapes or 'none'}. Name the photograph with "
+        f"{named} (--lossy-leaf on the command line), or choose codec png"
     )
+
+
+def _can_be_image(leaf: Leaf) -> bool:
+    """Whether a leaf can be an image or a mask; boxes, keypoints and labels have at most one long side."""
+    return codec_of_leaf("png", leaf) == "png" or sum(side >= MIN_SIDE for side in leaf.shape) > 1
 
 
 def leaf_name(path: str) -> str:

@@ -274,7 +274,8 @@ class DiskFileStore:
         size = identity.parts[2]
         if int(size) > MAX_FILE_BYTES:
             return Unknown.TOO_LARGE
-        key = self.key_of_open_file(fd, identity)
+        path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
+        key = digest("file", path, *identity.parts[2:5]) or b""  # of plain values, so there is one
         has_own_times = _has_own_times(identity)
         if has_own_times:
             for _, _, row in self._rows(key, FILE):
@@ -282,19 +283,14 @@ class DiskFileStore:
         memo = digest(*identity.parts) or b""
         content = self._hashed.get(memo)
         if content is None:
-            content = hash_of_unchanged(fd, identity)
-            if content is None:
+            content = hash_of(fd)
+            if identify_descriptor(fd) != identity:
                 return Unknown.TOO_NEW
             if not (has_own_times and self.add_file(key, content)):
                 if len(self._hashed) >= _MAX_HASHED:
                     self._hashed.clear()
                 self._hashed[memo] = content
         return Identity((content, size, _FILE, _MACHINE))
-
-    def key_of_open_file(self, fd: int, identity: Identity) -> bytes:
-        """The key of a file: its path as the kernel names it, its size, its mtime and its ctime."""
-        path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)
-        return digest("file", path, *identity.parts[2:5]) or b""  # of plain values, so there is one
 
     def add_file(self, key: bytes, content: bytes) -> bool:
         """Store the SHA-256 of a file under its key; False if it cannot be."""
@@ -318,16 +314,6 @@ def _has_own_times(identity: Identity) -> bool:
         return True
     mount = str(parts[6]) if len(parts) > 6 else ""  # of a file system whose inodes do not last
     return bool(mount) and "ro" not in mount.split()[-1].split(",")
-
-
-def hash_of_unchanged(fd: int, identity: Identity) -> bytes | None:
-    """The SHA-256 of an open file; None if its identity is another one after it was read.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    content = hash_of(fd)
-    return content if identify_descriptor(fd) == identity else None
 
 
 def hash_of(fd: int) -> bytes:

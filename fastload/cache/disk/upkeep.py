@@ -1,24 +1,18 @@
-"""What the command line does with a directory of decoded files: verify, accept files that moved, list."""
+"""What the command line does with a directory of decoded files: verify, list, remove."""
 
 from __future__ import annotations
 
 import os
-import stat
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, hash_of_unchanged, read_description
+from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, read_description
 from fastload.cache.disk.records import decode
 from fastload.cache.disk.rows import FILE, PIXELS, ROW_BYTES, are_right
 from fastload.cache.disk.segments import NAME
 from fastload.cache.format.progress import BuildProgress
-from fastload.errors import CacheError, CacheMismatchError
-from fastload.files.listing import files_below
-from fastload.readers.identity import Identity, identify_descriptor
-from fastload.system.cpus import usable_cpus
+from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,9 +20,8 @@ if TYPE_CHECKING:
     from fastload.cache.disk.rows import Row
     from fastload.cache.disk.segments import Segment
 
-_CHUNK_FILES, _CHUNK_ROWS = 4096, 1 << 16
+_CHUNK_ROWS = 1 << 16
 _CONTENT = np.dtype("V32")
-_THREADS_A_CPU = 4  # that hash files: a slow mount makes them wait
 
 
 def open_existing(path: str) -> DiskFileStore:
@@ -114,81 +107,6 @@ def verify(path: str, *, progress: bool = False) -> Verified:
                 num_damaged += not is_right
                 shown.advance(nbytes)
     return Verified(store.num_files, num_damaged)
-
-
-class Accepted(NamedTuple):
-    """What was found below a folder.
-
-    Attributes:
-        num_files: Files below it.
-        num_known: Those whose pixels are in the cache.
-        num_unsettled: Those that could not be read, or changed a moment ago.
-        num_missing: Contents that are in the cache and not below the folder.
-    """
-
-    num_files: int
-    num_known: int
-    num_unsettled: int
-    num_missing: int
-
-
-def rebase(path: str, root: str, *, progress: bool = False) -> Accepted:
-    """Hash every file below a folder, once, so that those with pixels in the cache are known where they are.
-
-    Args:
-        path: The directory of decoded files.
-        root: The folder, to which the files were moved or copied.
-        progress: Draw a bar, if standard error is a terminal.
-
-    Raises:
-        CacheError: The directory cannot be read, or cannot be written.
-    """
-    store = open_existing(path)
-    contents = set(_contents(store))
-    files = [*files_below(root, left_out=store.path)]
-    found: set[bytes] = set()
-    num_known = num_unsettled = 0
-    with (
-        BuildProgress(f"hashing {root}", len(files), shown=progress) as shown,
-        ThreadPoolExecutor(_THREADS_A_CPU * usable_cpus(), "fastload-hash") as threads,
-    ):
-        chunks = (files[at : at + _CHUNK_FILES] for at in range(0, len(files), _CHUNK_FILES))
-        for hashed in (each for chunk in chunks for each in threads.map(partial(_hash, store), chunk)):
-            shown.advance(0 if hashed is None else hashed.size)
-            if hashed is None:
-                num_unsettled += 1
-            elif hashed.content in contents:
-                if not store.add_file(hashed.key, hashed.content):
-                    raise CacheError(f"{store.path} cannot be written: change its permissions, or free space")
-                num_known += 1
-                found.add(hashed.content)
-    return Accepted(len(files), num_known, num_unsettled, len(contents - found))
-
-
-class _Hashed(NamedTuple):
-    key: bytes
-    content: bytes
-    size: int
-
-
-def _hash(store: DiskFileStore, file: str) -> _Hashed | None:
-    """The key and the content of a file; None if it cannot be read, or has no identity now."""
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        identity, status = identify_descriptor(fd), os.fstat(fd)
-        if not isinstance(identity, Identity) or not stat.S_ISREG(status.st_mode):
-            return None
-        content = hash_of_unchanged(fd, identity)
-        if content is None:
-            return None
-        return _Hashed(store.key_of_open_file(fd, identity), content, status.st_size)
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
 
 
 def _contents(store: DiskFileStore) -> list[bytes]:

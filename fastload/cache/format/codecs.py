@@ -33,9 +33,6 @@ BEST_QUALITY = 100
 _MIN_PIXELS = 1 << 16
 _MCU_SIDE = 16  # of the JPEGs that Pillow writes by default (4:2:0), in pixels
 _MAX_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
-_LOOKED_AT_SIDE = 512  # of the center of an image, to tell photographs from masks
-_MAX_CLASSES = 256
-_MIN_SHADES = 16
 _RIFF_BYTES = 8  # at the start of a RIFF file, which the length in its header does not count
 
 
@@ -109,24 +106,6 @@ def codec_of_leaf(codec: str, leaf: Leaf) -> str:
     if height * width > MAX_PIXELS:
         return "raw"
     return "png" if channels == 1 else codec
-
-
-def is_like_a_photograph(array: Array) -> bool:
-    """Whether a `(H, W, 3) uint8` array has the look of a photograph, and not that of a color-coded mask.
-
-    It has more colors than a mask has classes; or, if it is small or gray, at least some, of which neighbors
-    mostly differ.
-    """
-    import numpy as np
-
-    height, width = array.shape[:2]
-    top, left = max(0, height - _LOOKED_AT_SIDE) // 2, max(0, width - _LOOKED_AT_SIDE) // 2
-    center = array[top : top + _LOOKED_AT_SIDE, left : left + _LOOKED_AT_SIDE].astype(np.uint32)
-    colors = center @ np.array([1 << 16, 1 << 8, 1], np.uint32)
-    num_colors = len(np.unique(colors))
-    if num_colors > _MAX_CLASSES:
-        return True
-    return num_colors > _MIN_SHADES and bool((colors[:, 1:] != colors[:, :-1]).mean() > 0.5)
 
 
 def encode_image(codec: str, array: Array, quality: int) -> bytes:

@@ -195,17 +195,5 @@ def decode(record: bytes | memoryview, *, undecoded: bool = False) -> Any:
     return spec.build(values)
 
 
-def spec_text(record: bytes | memoryview) -> bytes:
-    """The structure of the sample in a record, as the record's own JSON text, which is not parsed.
-
-    Raises:
-        CacheCorruptError: The record is shorter than its header.
-    """
-    if len(record) < _HEADER.size:
-        raise CacheCorruptError(f"a record of {len(record)} bytes is shorter than its header")
-    _, _, _, spec_bytes, _, _ = _HEADER.unpack_from(record)
-    return bytes(record[_HEADER.size : _HEADER.size + spec_bytes])
-
-
 def _alignment_bytes(leaf: Leaf) -> int:
     return ALIGNMENT_BYTES if leaf.kind in ("array", "tensor") else _WORD_BYTES

@@ -164,14 +164,6 @@ class OpenFile:
     def _span(self, position: int) -> tuple[int, int]:
         return int(self._table.starts[position]), int(self._table.sizes[position])
 
-    def glance(self, index: int) -> memoryview | None:
-        """The record of a sample as it is in the file, not compared; None if the sample is left out.
-
-        For callers that need only its first bytes; a comparison would read all of it.
-        """
-        start, nbytes = self._span(index - self.indices.start)
-        return self._memory[start : start + nbytes] if nbytes else None
-
     def records(self, indices: npt.NDArray[np.intp]) -> list[memoryview] | None:
         """The records of many samples; None if one of them is left out.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import decode, outline, spec_text
+from fastload.cache.format.record import decode, outline
 from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
@@ -211,17 +211,6 @@ class LMDBCache(SampleCache):
             return None
         try:
             return decode(record, undecoded=undecoded)
-        except CacheCorruptError as error:
-            raise damaged(file.path, index, error) from error
-
-    def spec_of(self, index: int) -> Spec | None:
-        """The structure of a stored sample, without reading all of its record; None if it was left out."""
-        file = self._file_of(index)
-        record = file.glance(index)
-        if record is None:
-            return None
-        try:
-            return Spec.parse(spec_text(record))
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
 

@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
-import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -455,7 +453,7 @@ def retire_store(name: str) -> int:
 
 
 def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -> dict[str, Any]:
-    """Hold the store until SIGINT or SIGTERM, or until a time is over; in the main thread.
+    """Hold the store until Ctrl-C, or until a time is over.
 
     Args:
         limit_s: The time.
@@ -470,39 +468,16 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
     if segment.why_unsupported() is not None or registry.changed_ns() is None:
         raise SharedMemoryError("processes share no memory here that others could find later")
     store = SharedFileStore(_MIN_TABLE_BYTES)
-    started_s = now_s = time.monotonic()
-    with _signals_as_bytes({signal.SIGINT, signal.SIGTERM}) as came, contextlib.closing(store):
-        log_start(store.num_files, store.nbytes)
-        while limit_s is None or now_s < started_s + limit_s:
-            left_s = _HOLD_EVERY_S if limit_s is None else min(_HOLD_EVERY_S, started_s + limit_s - now_s)
-            if select.select([came], [], [], left_s)[0]:
-                break
-            store.poll(is_in_use=False)
-            now_s = time.monotonic()
+    started_s = time.monotonic()
+    end_s = math.inf if limit_s is None else started_s + limit_s
+    with contextlib.closing(store):
+        with contextlib.suppress(KeyboardInterrupt):
+            log_start(store.num_files, store.nbytes)
+            while (left_s := end_s - time.monotonic()) > 0:
+                time.sleep(min(_HOLD_EVERY_S, left_s))
+                store.poll(is_in_use=False)
         held_s = round(time.monotonic() - started_s, 1)
         return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}
-
-
-@contextlib.contextmanager
-def _signals_as_bytes(signals: set[signal.Signals]) -> Iterator[socket.socket]:
-    """A socket that becomes readable when one of `signals` comes; none ends or interrupts the process.
-
-    They are not blocked: a mask holds for one thread, and the kernel would give them to another one.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def write(_number: int, _frame: object) -> None:
-        with contextlib.suppress(BlockingIOError):
-            writer.send(b"s")
-
-    with reader, writer:
-        before = {each: signal.signal(each, write) for each in signals}
-        try:
-            yield reader
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
 def _live_tables() -> dict[str, dict[int, FileTable]]:
