@@ -21,7 +21,7 @@ import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from fastload.batch.loader_collate import LoaderCollate, own_collate
-from fastload.epochs import rank_consistency, resume
+from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import explain_cache, recorder_of, state_of, warn_of_few_hits
 from fastload.epochs.on_device import DeviceIterator, choose_device
@@ -154,8 +154,6 @@ class DataLoader(LoaderSettings):
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
-        RanksDisagreeError: From the first `iter(loader)`: the ranks of torch.distributed have a
-            `DistributedSampler` or a `NodePartitionSampler` that split different datasets.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -217,7 +215,6 @@ class DataLoader(LoaderSettings):
             vars(self)[_LIGHTNINGS_NOTE] |= {"num_workers": num_workers, **vars(options)}
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
             has_context = multiprocessing_context is not None
             is_for_workers = prefetch_factor is not None or timeout or persistent_workers
@@ -344,7 +341,6 @@ class DataLoader(LoaderSettings):
             state.skips_empty_rest = False
             for _ in self:
                 pass
-        rank_consistency.check(self)
         persistent: Any = self._iterator
         workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:

@@ -65,9 +65,6 @@ class LoaderState:
     epochs_before_cache: int = 0  # that began before the present cache= was set
     cache_counts: tuple[int, int] | None = None  # hits and misses when the second one after them began
 
-    # rank_consistency.py: the key to compare with other ranks at the first epoch
-    rank_key: str | None = None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderState, ()  # without an owner: an unpickled or deeply copied loader begins anew
 

@@ -213,17 +213,6 @@ def set_thread_name(name: str) -> None:
     _find(torch.multiprocessing, "_set_thread_name", lambda _: None, "workers have no names in top")(name)
 
 
-def default_store() -> Any:
-    """The store of the default process group; in 2.6 to 2.14. None if torch keeps it elsewhere.
-
-    Raises:
-        Exception: There is no group.
-    """
-    owner = torch.distributed.distributed_c10d
-    cost = "the datasets of the ranks are not compared"
-    return _find(owner, "_get_default_store", lambda: None, cost)()
-
-
 def has_cuda_context(device_index: int) -> bool | None:
     """Whether this process has a context on the device (in 2.6 to 2.14, with CUDA); None: unknown."""
     asks = _find(torch._C, "_cuda_hasPrimaryContext", None, "reports list the devices where tensors are")
