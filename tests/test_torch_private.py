@@ -58,8 +58,7 @@ REPLACEABLE: dict[str, Any] = {
     ),
     "torch.utils.data.dataloader._DatasetKind": lambda loader: not torch_private.is_iterable(loader),
     "torch.autograd.profiler._is_profiler_enabled": lambda loader: list(fastload.DataLoader([1, 2])),
-    "torch.utils.data._utils.worker.WorkerInfo": lambda _: set_info(torch_private.set_worker_info),
-    "torch.utils.data._utils.worker._RNG": lambda _: set_info(set_thread_info),
+    "torch.utils.data._utils.worker.WorkerInfo": lambda _: set_info(),
     "torch.multiprocessing._set_thread_name": lambda _: torch_private.set_thread_name("x") is None,
     "torch._C._cuda_hasPrimaryContext": lambda _: torch_private.has_cuda_context(0) is None,
     "torch._C.DisableTorchFunctionSubclass": lambda _: torch_private.plain_tensor(torch.ones(1)) == 1,
@@ -69,13 +68,9 @@ REPLACEABLE: dict[str, Any] = {
 }
 
 
-def set_info(set_it: Any) -> bool:
-    set_it(1, 2, 3, [4])
+def set_info() -> bool:
+    torch_private.set_worker_info(1, 2, 3, [4])
     return get_worker_info() is None
-
-
-def set_thread_info(*arguments: Any) -> None:
-    torch_private.set_thread_worker_info(*arguments, (None, None, None))
 
 
 def fresh() -> Any:
@@ -93,8 +88,6 @@ def test_a_name_that_has_gone_is_told_once_and_replaced(
     """One warning names it, however often it is used, and what fastload needed it for still works."""
     path, _, attribute = name.rpartition(".")
     owner: Any = pkgutil.resolve_name(path)
-    if attribute == "_RNG" and not torch_private.knows_worker_threads():
-        pytest.skip("this torch has no thread_safe_generator()")
     loader = DataLoader([1, 2, 3], 2)
     monkeypatch.setattr(torch_private.torch_worker, "_worker_info", None)
     monkeypatch.delattr(owner, attribute, raising=attribute != "_cuda_hasPrimaryContext")

@@ -26,16 +26,13 @@ from torch.utils.data import Dataset, IterableDataset, MapDataPipe, Subset
 from fastload.rng.entry_points import RandomSource, ThreadState, set_worker_source, swap_state
 from fastload.rng.generators import (
     LIBRARY_GENERATORS,
-    HeldGenerator,
     Search,
     held_generators,
     number,
     pcg64_state,
-    seeder_of,
 )
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
 from fastload.rng.rng_scope import RngScope, state_restorer
-from fastload.system.torch_private import thread_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -62,8 +59,8 @@ class SampleSeeder(RandomSource):
         collate_fn: Searched too.
         with_transforms: Whether what albumentations and MONAI draw is set; False leaves them alone.
         role: Where samples are fetched. In the consumer's own process, `"local"`, generators belong to the
-            user: they are restored after each batch. In a `"thread"`, those of torch's `get_worker_info()`
-            are set in place of the generators of random, numpy and torch, which all threads share.
+            user: they are restored after each batch. In a `"thread"`, the generators of random, numpy and
+            torch, which all threads share, are left alone.
     """
 
     def __init__(
@@ -85,11 +82,6 @@ class SampleSeeder(RandomSource):
         if role != "thread":
             self._shared += LIBRARY_GENERATORS
             self._seed_libraries = random.seed, torch.default_generator.manual_seed, np.random.seed
-        elif (of_thread := thread_generators()) is not None:
-            python, torchs, numpys = of_thread
-            self._shared += of_thread
-            self._seed_libraries = python.seed, torchs.manual_seed
-            self._seedable.append(HeldGenerator(numpys, b"thread", seeder_of(numpys), "rng"))
         # By the user's seed: the pairs of this sample, each of which is set when it is first drawn from.
         self._pairs: dict[Any, Pair] = {}
         self._spare: list[Pair] = []
