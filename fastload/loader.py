@@ -8,8 +8,6 @@ drop, or re-create from its public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 import sys
 import time
 import types
@@ -498,36 +496,9 @@ class DataLoader(LoaderSettings):
         moment, from any thread.
 
         Args:
-            reset: Start over at zero after this call; `log_stats` is not affected.
+            reset: Start over at zero after this call.
         """
         return recorder_of(self).stats(reset=reset)
-
-    def log_stats(
-        self, every_s: float | None = 30.0, callback: Callable[[LoaderStats], Any] | None = None
-    ) -> None:
-        """Report the figures of the last interval, every ``every_s`` seconds from now on.
-
-        The report comes with the first batch requested after the interval, in the caller's thread: there is
-        no extra thread or timer. Reports end with this loader object; copies do not report.
-
-        Args:
-            every_s: The minimum number of seconds between two reports; 0 reports on every batch; None ends
-                the reports.
-            callback: Called with the figures since the last report. If it raises, the caller of ``next()``
-                gets the error; no batch is lost, and the next call returns the batch that was due. None
-                writes one line to the logger "fastload", at level INFO.
-
-        Raises:
-            ValueError: ``every_s`` is negative or not finite, or ``callback`` cannot be called.
-        """
-        is_number = isinstance(every_s, numbers.Real)
-        if every_s is not None and not (is_number and 0 <= every_s < math.inf):
-            raise ValueError(
-                f"every_s should be a number of seconds of at least 0, or None, but got {every_s!r}"
-            )
-        if callback is not None and not callable(callback):
-            raise ValueError(f"callback should be a function of a LoaderStats, but got {callback!r}")
-        recorder_of(self).report_every(every_s, callback)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.

@@ -75,8 +75,8 @@ _NAME = "_fastload_state"
 def state_of(loader: Any) -> LoaderState:
     """The live state of this loader object; a new one if it has none yet."""
     # Frameworks copy the attributes of a loader into another one, and loaders are pickled: neither may carry
-    # workers, streams or a position along, so a state knows its owner. It is an attribute all the same: a
-    # `log_stats` callback can refer to the loader, and a WeakKeyDictionary would then keep both forever.
+    # workers, streams or a position along, so a state knows its owner. It is an attribute all the same: what
+    # users' samplers gave can refer to the loader, and a WeakKeyDictionary would then keep both forever.
     attributes = vars(loader)
     state: LoaderState | None = attributes.get(_NAME)
     if state is None:  # setdefault: threads can ask for the first time together
