@@ -102,7 +102,7 @@ class DataLoader(LoaderSettings):
             and how often the index came before. Pixels are then the same for any number of workers and after
             a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
             batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
-            `__getitems__`.
+            `__getitems__`, and fastload's own workers, or none.
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
@@ -408,6 +408,7 @@ class DataLoader(LoaderSettings):
             f"worker_type={self.worker_type!r}".replace("'", '"'): (
                 not pool_type_of(self.worker_type).uses_multiprocessing
             ),
+            'seeding="sample"': self.seeding == "sample",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
