@@ -181,9 +181,13 @@ class BatchMaker:
         return reply
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:
-        if self._is_thread:
-            return RemoteError.itself(error, place)
-        return RemoteError.current(self.where, place)
+        if not self._is_thread:
+            return RemoteError.current(self.where, place)
+        trace = error.__traceback__
+        BaseException.with_traceback(
+            error, trace and trace.tb_next
+        )  # `make` has a reply that holds the error
+        return RemoteError(error, place)
 
 
 def make_fetcher(
