@@ -179,6 +179,7 @@ class ShardingFacts:
         sampler: The classes of the sampler and of the samplers inside it.
         seed: The sampler's seed; without one, the seed of the generator that it draws from.
         num_ranks: The number of ranks among which the sampler splits the dataset.
+        num_nodes: The number of nodes, each of which has a part of the dataset.
     """
 
     num_samples: int | None = None
@@ -186,6 +187,7 @@ class ShardingFacts:
     sampler: str | None = None
     seed: int | None = None
     num_ranks: int | None = None
+    num_nodes: int | None = None
 
 
 def rank_and_facts(
@@ -204,12 +206,14 @@ def rank_and_facts(
     rank, num_ranks = sharding_of(loader)
     owners = (loader, *samplers)
     sizes = (_integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
+    nodes = (_integer_or_none(_attribute(sampler, "num_nodes")) for sampler in samplers)
     facts = ShardingFacts(
         num_samples=None if is_iterable(loader) else length_or_none(loader.dataset),
         batch_size=next((size for size in sizes if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
         num_ranks=num_ranks,
+        num_nodes=next((number for number in nodes if number is not None), None),
     )
     return rank, facts
 
