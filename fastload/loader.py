@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import resume
@@ -313,25 +313,6 @@ class DataLoader(LoaderSettings):
     def __getstate__(self) -> dict[str, Any]:
         # The persistent workers stay with this loader: a copy, or a loader from a checkpoint, starts its own.
         return {**vars(self), "_iterator": None}
-
-    def __repr__(self) -> str:
-        """One line: the class of the dataset, and the settings that are not the defaults."""
-        # Reads no length, which can be costly, and no attribute that a subclass computes.
-        settings = vars(self)
-        sampler = settings.get("sampler")
-        parts = [type(settings.get("dataset")).__name__, f"batch_size={settings.get('batch_size')}"]
-        if isinstance(sampler, RandomSampler):
-            parts.append("shuffle=True")
-        elif sampler is not None and not isinstance(sampler, SequentialSampler):
-            parts.append(f"sampler={type(sampler).__name__}")
-        parts.append(f"num_workers={settings.get('num_workers')}")
-        for name, default in default_options().items():
-            value = settings.get(name, default)
-            if isinstance(value, (str, int, float, torch.device, torch.memory_format)):
-                parts += [f"{name}={value!r}"] if value != default else []
-            elif value is not default:
-                parts.append(f"{name}={type(value).__name__}")
-        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __iter__(self) -> Any:
         state = state_of(self)
