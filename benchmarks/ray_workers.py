@@ -63,7 +63,8 @@ def start(num_nodes: int, num_cpus: int) -> Any:
 
 
 def loader_of(dataset: Any, kind: str, num_workers: int, batch_size: int = 1) -> Any:
-    worker_type: Any = fastload.RayWorkers(exclude_driver_node=True) if kind == "ray" else kind
+    away = {"ray.io/node-id": f"!{ray.get_runtime_context().get_node_id()}"}
+    worker_type: Any = fastload.RayWorkers(label_selector=away) if kind == "ray" else kind
     options = {"num_workers": num_workers, "persistent_workers": True, "worker_type": worker_type}
     return fastload.DataLoader(dataset, batch_size, **options)
 

@@ -29,7 +29,7 @@ def train(folder: Path) -> tuple[nn.Module, fastload.CachedDataset]:
     dataset = fastload.CachedDataset(photos, cache="ram")  # one cache for all ranks of this host
     sampler = DistributedSampler(dataset, shuffle=True)  # each rank gets its share of each epoch
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpus() else torch.device("cpu")
-    loader = fastload.DataLoader(  # its first epoch raises RanksDisagreeError if a rank lacks some photos
+    loader = fastload.DataLoader(
         dataset,
         batch_size=8,
         sampler=sampler,

@@ -56,14 +56,6 @@ class ResumeError(FastloadError, ValueError):
     """A loader cannot resume from a state; the message says why."""
 
 
-class RanksDisagreeError(FastloadError, RuntimeError):
-    """The ranks would split different datasets, or split one differently; the message has both values.
-
-    Raised by each rank that differs from the first one to arrive. A launcher such as torchrun then stops the
-    others.
-    """
-
-
 # --- caches ----------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ drop, or re-create from its public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
-import math
-import numbers
 import sys
 import time
 import types
@@ -18,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.loader_collate import LoaderCollate, own_collate
-from fastload.epochs import rank_consistency, resume
+from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import explain_cache, recorder_of, state_of, warn_of_few_hits
 from fastload.epochs.on_device import DeviceIterator, choose_device
@@ -104,7 +102,7 @@ class DataLoader(LoaderSettings):
             and how often the index came before. Pixels are then the same for any number of workers and after
             a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
             batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
-            `__getitems__`.
+            `__getitems__`, and fastload's own workers, or none.
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
@@ -154,8 +152,6 @@ class DataLoader(LoaderSettings):
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
-        RanksDisagreeError: From the first `iter(loader)`: the ranks of torch.distributed have a
-            `DistributedSampler` or a `NodePartitionSampler` that split different datasets.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -217,7 +213,6 @@ class DataLoader(LoaderSettings):
             vars(self)[_LIGHTNINGS_NOTE] |= {"num_workers": num_workers, **vars(options)}
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
             has_context = multiprocessing_context is not None
             is_for_workers = prefetch_factor is not None or timeout or persistent_workers
@@ -319,32 +314,12 @@ class DataLoader(LoaderSettings):
         # The persistent workers stay with this loader: a copy, or a loader from a checkpoint, starts its own.
         return {**vars(self), "_iterator": None}
 
-    def __repr__(self) -> str:
-        """One line: the class of the dataset, and the settings that are not the defaults."""
-        # Reads no length, which can be costly, and no attribute that a subclass computes.
-        settings = vars(self)
-        sampler = settings.get("sampler")
-        parts = [type(settings.get("dataset")).__name__, f"batch_size={settings.get('batch_size')}"]
-        if isinstance(sampler, RandomSampler):
-            parts.append("shuffle=True")
-        elif sampler is not None and not isinstance(sampler, SequentialSampler):
-            parts.append(f"sampler={type(sampler).__name__}")
-        parts.append(f"num_workers={settings.get('num_workers')}")
-        for name, default in default_options().items():
-            value = settings.get(name, default)
-            if isinstance(value, (str, int, float, torch.device, torch.memory_format)):
-                parts += [f"{name}={value!r}"] if value != default else []
-            elif value is not default:
-                parts.append(f"{name}={type(value).__name__}")
-        return f"{type(self).__name__}({', '.join(parts)})"
-
     def __iter__(self) -> Any:
         state = state_of(self)
         if state.skips_empty_rest:
             state.skips_empty_rest = False
             for _ in self:
                 pass
-        rank_consistency.check(self)
         persistent: Any = self._iterator
         workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
@@ -414,6 +389,7 @@ class DataLoader(LoaderSettings):
             f"worker_type={self.worker_type!r}".replace("'", '"'): (
                 not pool_type_of(self.worker_type).uses_multiprocessing
             ),
+            'seeding="sample"': self.seeding == "sample",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
@@ -502,36 +478,9 @@ class DataLoader(LoaderSettings):
         moment, from any thread.
 
         Args:
-            reset: Start over at zero after this call; `log_stats` is not affected.
+            reset: Start over at zero after this call.
         """
         return recorder_of(self).stats(reset=reset)
-
-    def log_stats(
-        self, every_s: float | None = 30.0, callback: Callable[[LoaderStats], Any] | None = None
-    ) -> None:
-        """Report the figures of the last interval, every ``every_s`` seconds from now on.
-
-        The report comes with the first batch requested after the interval, in the caller's thread: there is
-        no extra thread or timer. Reports end with this loader object; copies do not report.
-
-        Args:
-            every_s: The minimum number of seconds between two reports; 0 reports on every batch; None ends
-                the reports.
-            callback: Called with the figures since the last report. If it raises, the caller of ``next()``
-                gets the error; no batch is lost, and the next call returns the batch that was due. None
-                writes one line to the logger "fastload", at level INFO.
-
-        Raises:
-            ValueError: ``every_s`` is negative or not finite, or ``callback`` cannot be called.
-        """
-        is_number = isinstance(every_s, numbers.Real)
-        if every_s is not None and not (is_number and 0 <= every_s < math.inf):
-            raise ValueError(
-                f"every_s should be a number of seconds of at least 0, or None, but got {every_s!r}"
-            )
-        if callback is not None and not callable(callback):
-            raise ValueError(f"callback should be a function of a LoaderStats, but got {callback!r}")
-        recorder_of(self).report_every(every_s, callback)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.

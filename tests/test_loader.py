@@ -251,28 +251,6 @@ def test_a_number_of_workers_ends_auto() -> None:
         assert (len(list(loader)), loader.num_workers) == (3, 3)
 
 
-class _WithoutLength:
-    def __len__(self) -> int:
-        raise AssertionError("a repr reads no length")
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_a_repr_is_one_line_with_what_was_set() -> None:
-    """It reads nothing from the dataset, and works before and after the constructor and for subclasses."""
-    loader = fastload.DataLoader(_WithoutLength(), 4, sampler=[1, 2])  # type: ignore[arg-type]
-    assert repr(loader) == "DataLoader(_WithoutLength, batch_size=4, sampler=list, num_workers=0)"
-    loader = fastload.DataLoader(
-        IMAGES, 4, True, num_workers=2, seeding="sample", device="cpu", device_transform=torch.nn.Identity()
-    )
-    assert repr(loader) == (
-        "DataLoader(Made, batch_size=4, shuffle=True, num_workers=2, seeding='sample', device='cpu', "
-        "device_transform=Identity)"
-    )
-    assert repr(_OwnIterators.__new__(_OwnIterators)).startswith("_OwnIterators(NoneType")
-
-
 # --- channels-last ---------------------------------------------------------------------------------------
 
 

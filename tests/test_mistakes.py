@@ -54,10 +54,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda _: fastload.seed_everything("1"),  # type: ignore[arg-type]
         "seed should be an int, but got '1'",
     ),
-    "every_s": (
-        lambda _: DataLoader(DATA).log_stats(every_s="x"),  # type: ignore[arg-type]
-        "every_s should be a number of seconds of at least 0, or None, but got 'x'",
-    ),
     "albumentations on the device": (
         lambda _: DataLoader(DATA, device="cpu", device_transform=A.HorizontalFlip()),
         "HorizontalFlip augments single arrays: pass it to fastload.CachedDataset(dataset, transform)",

@@ -1,11 +1,10 @@
-"""loader.stats() and loader.log_stats(): what is counted for each kind of loader, and what is reported."""
+"""loader.stats(): what is counted for each kind of loader."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import itertools
-import logging
 import math
 import os
 import pickle
@@ -27,7 +26,7 @@ import fastload
 from fastload import DataLoader
 from fastload.batch.packing import nbytes_of
 from fastload.epochs import on_device, stats
-from fastload.epochs.loader_state import recorder_of
+from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import WorkerCounters
 from tests.device.fake import FakeBackend
@@ -349,10 +348,10 @@ def test_a_copied_loader_starts_at_zero() -> None:
     assert loader.stats().num_batches == 6
 
 
-def test_a_callback_that_knows_its_loader_keeps_it_no_longer_than_a_variable_would() -> None:
+def test_a_state_that_knows_its_loader_keeps_it_no_longer_than_a_variable_would() -> None:
     """The garbage collector finds the circle."""
-    loader = DataLoader(ROWS, 4)
-    loader.log_stats(0, [loader].append)
+    loader: Any = DataLoader(ROWS, 4)
+    state_of(loader).failed_samples.append(loader)
     reference = weakref.ref(loader)
     del loader
     gc.collect()
@@ -370,66 +369,7 @@ def test_a_reset_starts_over_and_returns_what_was() -> None:
     assert (loader.stats().num_batches, loader.stats().cache_hits) == (2, 8)
 
 
-# --- reports ----------------------------------------------------------------------------------------------
-
-
-def test_reports_have_the_figures_of_each_interval(clock: Any, caplog: Any) -> None:
-    """For a callback, or a line of the log, when the caller asks for a batch and the interval is over."""
-    loader = DataLoader(ROWS, 1)
-    reports: list[fastload.LoaderStats] = []
-    loader.log_stats(2, reports.append)
-    for _ in loader:
-        clock[0] += S
-    loader.log_stats(None)
-    clock[0] += 100 * S
-    list(loader)
-    assert [report.num_batches for report in reports] == [2] * 11
-    assert [report.step_total_s for report in reports] == [1] + [2] * 10
-    assert loader.stats().num_batches == 44
-    loader.log_stats(10)
-    with caplog.at_level(logging.INFO, "fastload"):
-        for _ in loader:
-            clock[0] += S
-    texts = [record.getMessage() for record in caplog.records]
-    assert [text[:40] for text in texts] == ["loader: 10 batches, 10 samples, 240 B in"] * 2
-    assert "\n" not in "".join(texts)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=_name_of)
-def test_a_callback_that_raises_loses_no_batch(way: dict[str, Any]) -> None:
-    """The caller gets the error in place of the call, and then the batch that was due."""
-    errors = [ValueError("the callback") for _ in range(3)]
-
-    def fails(figures: fastload.LoaderStats) -> None:
-        if errors:
-            raise errors.pop()
-
-    with DataLoader(ROWS, 4, **way) as loader:
-        loader.log_stats(0, fails)
-        got = read_epoch(loader)
-        sums = sorted(float(item.sum()) for item in got if isinstance(item, torch.Tensor))
-        assert sums == sorted(float(batch.sum()) for batch in DataLoader(ROWS, 4))
-        assert sum(isinstance(item, ValueError) for item in got) == 3
-        assert loader.stats().num_batches == 6
-
-
-def test_a_callback_may_iterate_over_the_loader(clock: list[int]) -> None:
-    """The next report is due later, so that it does not call itself for ever."""
-    loader = DataLoader(ROWS, 4)
-    lengths: list[int] = []
-    loader.log_stats(1, lambda figures: lengths.append(len(list(loader))))
-    clock[0] += S
-    list(loader)
-    assert lengths == [6]
-
-
-def test_wrong_arguments_of_reports_are_refused() -> None:
-    """At once, by an error that names the argument."""
-    for every_s in (-1, math.inf, math.nan):
-        with pytest.raises(ValueError, match="every_s should be a number of seconds"):
-            DataLoader(ROWS, 4).log_stats(every_s)
-    with pytest.raises(ValueError, match="callback should be a function"):
-        DataLoader(ROWS, 4).log_stats(1, "print")  # type: ignore[arg-type]
+# --- text -------------------------------------------------------------------------------------------------
 
 
 def test_figures_as_text() -> None:

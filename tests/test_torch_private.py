@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fastload
@@ -20,7 +19,6 @@ from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # In a list since 2.14, so that the Process of a worker does not retain it.
 DATASET = "dataset" if torch.__version__ < "2.14" else "dataset_holder"
@@ -60,10 +58,8 @@ REPLACEABLE: dict[str, Any] = {
     ),
     "torch.utils.data.dataloader._DatasetKind": lambda loader: not torch_private.is_iterable(loader),
     "torch.autograd.profiler._is_profiler_enabled": lambda loader: list(fastload.DataLoader([1, 2])),
-    "torch.utils.data._utils.worker.WorkerInfo": lambda _: set_info(torch_private.set_worker_info),
-    "torch.utils.data._utils.worker._RNG": lambda _: set_info(set_thread_info),
+    "torch.utils.data._utils.worker.WorkerInfo": lambda _: set_info(),
     "torch.multiprocessing._set_thread_name": lambda _: torch_private.set_thread_name("x") is None,
-    "torch.distributed.distributed_c10d._get_default_store": lambda _: torch_private.default_store() is None,
     "torch._C._cuda_hasPrimaryContext": lambda _: torch_private.has_cuda_context(0) is None,
     "torch._C.DisableTorchFunctionSubclass": lambda _: torch_private.plain_tensor(torch.ones(1)) == 1,
     "torch.utils.data._utils.fetch._MapDatasetFetcher": lambda _: len(fresh().DATASET_FETCHERS) == 1,
@@ -72,13 +68,9 @@ REPLACEABLE: dict[str, Any] = {
 }
 
 
-def set_info(set_it: Any) -> bool:
-    set_it(1, 2, 3, [4])
+def set_info() -> bool:
+    torch_private.set_worker_info(1, 2, 3, [4])
     return get_worker_info() is None
-
-
-def set_thread_info(*arguments: Any) -> None:
-    torch_private.set_thread_worker_info(*arguments, (None, None, None))
 
 
 def fresh() -> Any:
@@ -96,8 +88,6 @@ def test_a_name_that_has_gone_is_told_once_and_replaced(
     """One warning names it, however often it is used, and what fastload needed it for still works."""
     path, _, attribute = name.rpartition(".")
     owner: Any = pkgutil.resolve_name(path)
-    if attribute == "_RNG" and not torch_private.knows_worker_threads():
-        pytest.skip("this torch has no thread_safe_generator()")
     loader = DataLoader([1, 2, 3], 2)
     monkeypatch.setattr(torch_private.torch_worker, "_worker_info", None)
     monkeypatch.delattr(owner, attribute, raising=attribute != "_cuda_hasPrimaryContext")
@@ -253,18 +243,6 @@ def test_an_error_of_a_worker_keeps_its_class() -> None:
         wrapper = torch_private.ExceptionWrapper(where="in DataLoader worker process 0")
     with pytest.raises(KeyError, match="in DataLoader worker process 0"):
         wrapper.reraise()
-
-
-def test_the_default_store_is_that_of_the_process_group(tmp_path: Path) -> None:
-    """What one rank sets in it, a rank that opened the same store reads."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        torch_private.default_store().set("key", "value")
-        assert torch_private.default_store().get("key") == b"value"
-    finally:
-        dist.destroy_process_group()
-    with pytest.raises(ValueError, match="not been initialized"):
-        torch_private.default_store()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

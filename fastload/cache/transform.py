@@ -22,7 +22,6 @@ from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, owns, private_copy, structure_of
 from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
-from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,11 +53,6 @@ class TransformCaller:
         self._deferred_end = library.defer_end(function)
         self._crop = library.split_crop(function) if holds_images else None
         self._steps = library.steps_of(function)
-        reject_arrays()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        reject_arrays()  # in this process, too
 
     def serves(self, function: Callable[..., Any]) -> bool:
         """Whether this calls ``function``, with the steps that it has now; programs change pipelines."""
@@ -117,7 +111,6 @@ class TransformCaller:
 
         return transformed
 
-    @calls_transforms
     def call(self, sample: Any, argument: Any, index: int, end: Any = None) -> Any:
         """The function's output for ``argument``.
 
@@ -138,6 +131,7 @@ class TransformCaller:
             else:
                 argument = decode_images(argument)
         try:
+            torchvision_arrays.reject_arrays(self._function, argument)
             return self._apply(function, argument)
         except Exception as error:
             self._explain(error, sample, index)

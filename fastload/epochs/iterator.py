@@ -40,9 +40,6 @@ class EpochIterator:
         clock = self.clock
         if clock is None:
             return self.next_sized()[0]
-        if clock.recorder.reports:
-            # First: if the user's callback raises, the next call returns the batch that is due now.
-            clock.recorder.report_if_due()
         called_ns, before_ns = time.perf_counter_ns(), self.device_wait_ns
         try:
             batch, size = self.next_sized()

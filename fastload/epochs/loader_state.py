@@ -65,9 +65,6 @@ class LoaderState:
     epochs_before_cache: int = 0  # that began before the present cache= was set
     cache_counts: tuple[int, int] | None = None  # hits and misses when the second one after them began
 
-    # rank_consistency.py: the key to compare with other ranks at the first epoch
-    rank_key: str | None = None
-
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderState, ()  # without an owner: an unpickled or deeply copied loader begins anew
 
@@ -78,8 +75,8 @@ _NAME = "_fastload_state"
 def state_of(loader: Any) -> LoaderState:
     """The live state of this loader object; a new one if it has none yet."""
     # Frameworks copy the attributes of a loader into another one, and loaders are pickled: neither may carry
-    # workers, streams or a position along, so a state knows its owner. It is an attribute all the same: a
-    # `log_stats` callback can refer to the loader, and a WeakKeyDictionary would then keep both forever.
+    # workers, streams or a position along, so a state knows its owner. It is an attribute all the same: what
+    # users' samplers gave can refer to the loader, and a WeakKeyDictionary would then keep both forever.
     attributes = vars(loader)
     state: LoaderState | None = attributes.get(_NAME)
     if state is None:  # setdefault: threads can ask for the first time together

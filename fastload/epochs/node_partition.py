@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
-from fastload.errors import ResumeError
 from fastload.system.checks import as_int
 from fastload.system.ranks import number_in, process_group, ranks_of_host
 
@@ -95,7 +94,6 @@ class NodePartitionSampler(DistributedSampler[int]):
                 f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so some "
                 "nodes would have none: use torch's DistributedSampler, or drop_last=True"
             )
-        self._loaded: dict[str, int] | None = None  # a state
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "part"}
@@ -120,12 +118,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         self.epoch = as_int("epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices of the epoch, as Python ints.
-
-        Raises:
-            ResumeError: The loaded state belongs to this epoch, and was saved with different arguments.
-        """
-        self._check_state()
+        """This rank's indices of the epoch, as Python ints."""
         part = self.part
         positions = np.arange(self.local_rank, self.num_samples * self.ranks_per_node, self.ranks_per_node)
         if not self.num_samples:
@@ -139,55 +132,6 @@ class NodePartitionSampler(DistributedSampler[int]):
     def __len__(self) -> int:
         """How many indices each rank gets in an epoch."""
         return self.num_samples
-
-    def state_dict(self) -> dict[str, int]:
-        """The epoch and the arguments that its order depends on; the same on every rank.
-
-        The position in the epoch is part of the state of `fastload.DataLoader`.
-        """
-        return {
-            "epoch": self.epoch,
-            "num_samples": self._length,
-            "num_nodes": self.num_nodes,
-            "num_replicas": self.num_replicas,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-            "drop_last": int(self.drop_last),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from the epoch of a state that any rank has saved.
-
-        A sampler with different arguments (for example, number of nodes or ranks) can only begin a new epoch:
-        call `set_epoch` with the next one. Otherwise the next `iter()` raises ResumeError.
-
-        Raises:
-            ResumeError: This is not a state of a NodePartitionSampler.
-        """
-        names = list(self.state_dict())
-        is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in names)
-        if not is_state:
-            raise ResumeError(
-                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(names)}, "
-                f"but got {state_dict!r:.200}"
-            )
-        self._loaded = {name: int(state_dict[name]) for name in names}
-        self.epoch = self._loaded["epoch"]
-
-    def _check_state(self) -> None:
-        """Do not continue a loaded state's epoch with different arguments: the order would differ."""
-        loaded, current = self._loaded, self.state_dict()
-        if loaded is None or self.epoch != loaded["epoch"]:
-            return
-        names = [name for name in current if loaded[name] != current[name]]
-        if not names:
-            return
-        saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (loaded, current))
-        raise ResumeError(
-            f"epoch {self.epoch} cannot be resumed: the state was saved within it with {saved}, but this "
-            f"NodePartitionSampler has {own}. Train with {saved} until this epoch has ended, or load a state "
-            "that was saved between two epochs, and then call loader.set_epoch() with the next epoch"
-        )
 
 
 def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -253,6 +253,7 @@ def _set_dataset_states(loader: DataLoader[Any], cursor: EpochCursor, loaded: Ep
 _FACTS = {  # as errors name them
     "batch_size": "batch_size",
     "num_ranks": "number of ranks",
+    "num_nodes": "number of nodes",
     "num_samples": "length of the dataset",
     "sampler": "kind of sampler",
     "seed": "seed of the sampler",
@@ -279,6 +280,7 @@ def _check(loader: DataLoader[Any], loaded: EpochCursor) -> bool:
     is_compared = {
         "batch_size": skips and (reads_again or not is_iterable(loader)),
         "num_ranks": skips,
+        "num_nodes": skips,
         "num_samples": skips and is_of_other_rank,
         "sampler": skips and is_of_other_rank,
         "seed": is_of_other_rank and (skips if is_split else loaded.sharding.num_ranks is None),

@@ -179,6 +179,7 @@ class ShardingFacts:
         sampler: The classes of the sampler and of the samplers inside it.
         seed: The sampler's seed; without one, the seed of the generator that it draws from.
         num_ranks: The number of ranks among which the sampler splits the dataset.
+        num_nodes: The number of nodes, each of which has a part of the dataset.
     """
 
     num_samples: int | None = None
@@ -186,6 +187,7 @@ class ShardingFacts:
     sampler: str | None = None
     seed: int | None = None
     num_ranks: int | None = None
+    num_nodes: int | None = None
 
 
 def rank_and_facts(
@@ -200,32 +202,34 @@ def rank_and_facts(
         generators: States of generators, by place: the order of an epoch depends on their states before its
             first draw. A generator whose place is missing is taken as it is now.
     """
-    samplers = nested_samplers(loader)
+    samplers = _nested_samplers(loader)
     rank, num_ranks = sharding_of(loader)
     owners = (loader, *samplers)
-    sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
+    sizes = (_integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
+    nodes = (_integer_or_none(_attribute(sampler, "num_nodes")) for sampler in samplers)
     facts = ShardingFacts(
         num_samples=None if is_iterable(loader) else length_or_none(loader.dataset),
         batch_size=next((size for size in sizes if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
         num_ranks=num_ranks,
+        num_nodes=next((number for number in nodes if number is not None), None),
     )
     return rank, facts
 
 
 def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
     """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
-    for owner in [loader.dataset] if is_iterable(loader) else nested_samplers(loader):
+    for owner in [loader.dataset] if is_iterable(loader) else _nested_samplers(loader):
         for names in _RANK_ATTRIBUTES:
-            rank, num_ranks = (integer_or_none(_attribute(owner, name)) for name in names)
+            rank, num_ranks = (_integer_or_none(_attribute(owner, name)) for name in names)
             if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
                 return rank, num_ranks
     group = process_group()
     return None if group is None else int(group.get_rank()), None
 
 
-def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
+def _nested_samplers(loader: DataLoader[Any]) -> list[Any]:
     """The loader's sampler, and the samplers inside it, from the outside in."""
     samplers: list[Any] = []
     sampler: Any = index_sampler(loader)
@@ -247,7 +251,7 @@ def _seed(
     loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
 ) -> int | None:
     for sampler in samplers:
-        seed = integer_or_none(_attribute(sampler, "seed"))
+        seed = _integer_or_none(_attribute(sampler, "seed"))
         if seed is not None:
             return seed
     if is_split:  # the ranks share the order below, and the loaded state sets its generator
@@ -265,7 +269,7 @@ def _seed(
     return None
 
 
-def integer_or_none(value: Any) -> int | None:
+def _integer_or_none(value: Any) -> int | None:
     """The value as an int; None for a bool or a non-integer."""
     if value is None or isinstance(value, bool):
         return None

@@ -1,4 +1,4 @@
-"""The always-on counters of a loader: `DataLoader.stats()` and `DataLoader.log_stats()`.
+"""The always-on counters of a loader: `DataLoader.stats()`.
 
 Runs in the consumer's process. Only the caller's iterator, no iterator inside it, measures with a `Clock`.
 The figures add up over the epochs and iterators of a loader, which threads can share.
@@ -14,15 +14,12 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastload.system.humanize import readable_size, readable_time
-from fastload.system.logs import log
 from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastload.workers.messages import WorkerCounters
 
 Size = tuple[int, "int | None"]  # of a batch: its samples, and its bytes (None: unknown)
@@ -158,14 +155,13 @@ class Counts:
 
 
 class Recorder:
-    """The figures of one loader, and when they are reported.
+    """The figures of one loader.
 
     Attributes:
         pid: Of the process that it counts in.
         counts: The figures without those of `calls`; read and changed under `lock`.
         calls: Of `next`, to be counted some hundred at a time: this takes a quarter of the time.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
-        reports: Whether `log_stats` is on.
         all_hits: Cache hits of all loaders of this process.
     """
 
@@ -176,13 +172,8 @@ class Recorder:
         self.counts = Counts()
         self.calls: list[Call] = []
         self.lock = threading.RLock()
-        self.reports = False
         self._reset = Counts()  # the figures at the last reset
         self._paced = Counts()  # the figures at the last `new_pace`
-        self._every_ns = 0
-        self._due_ns = 0
-        self._callback: Callable[[LoaderStats], Any] | None = None
-        self._reported = Counts()  # the figures at the last report
 
     def add(self, counters: WorkerCounters) -> None:
         """Add what a worker counted, or what the consumer's process did for it."""
@@ -237,33 +228,6 @@ class Recorder:
         busy_s = counts.busy_us / _US_PER_S / counts.num_batches
         start_s = max(0.0, counts.first_wait_ns / _NS_PER_S - counts.num_epochs * busy_s) / counts.num_batches
         return Pace(busy_s, step_s, wait_s, start_s)
-
-    def report_every(self, every_s: float | None, callback: Callable[[LoaderStats], Any] | None) -> None:
-        """Report the figures of each interval; None ends it."""
-        with self.lock:
-            self.reports = every_s is not None
-            self._callback = callback
-            self._every_ns = round((every_s or 0) * _NS_PER_S)
-            self._due_ns = time.perf_counter_ns() + self._every_ns
-            self._reported = self.copied_counts()
-
-    def report_if_due(self) -> None:
-        """Report the figures since the last report, if a report is due.
-
-        Raises:
-            Exception: The error of the user's callback.
-        """
-        with self.lock:
-            now_ns = time.perf_counter_ns()
-            if now_ns < self._due_ns or not self.reports:
-                return
-            self._due_ns = now_ns + self._every_ns  # first: the callback can iterate over the loader itself
-            before, self._reported = self._reported, self.copied_counts()
-            stats, callback = stats_of(self._reported.since(before)), self._callback
-        if callback is not None:
-            callback(stats)
-        else:
-            log.info("loader: %s", "; ".join(_lines(stats)))
 
 
 class Clock:

@@ -26,7 +26,6 @@ from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.transform import EpochTransform
 from fastload.readers import patches
 from fastload.rng.entry_points import THREAD
-from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 
@@ -51,19 +50,8 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     """
     cursor = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin, is_batch = copy.copy(loader), torch_private.has_auto_collation(loader)
-    if loader.seeding == "sample":
-        place = "batch_sampler" if is_batch else "sampler"
-        cursor_now = functools.partial(_cursor_of, weakref.ref(loader))
-        keys = KeyedSampler(torch_private.index_sampler(loader), auto_collation=is_batch, epoch=cursor_now)
-        # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
-        vars(twin)[place] = keys
-        vars(twin)["dataset"] = KeyedDataset(
-            loader.dataset, own_collate(loader.collate_fn), with_transforms=loader.seed_albumentations
-        )
     # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
-    vars(twin).update(
-        seeding="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
-    )
+    vars(twin).update(memory_format=None, device=None, batch_transform=None, device_transform=None)
     if pins:
         vars(twin)["pin_memory"] = True
     channels_last = loader.memory_format is torch.channels_last
@@ -182,10 +170,6 @@ class _TorchWorkers(TorchIterator, torch_private.MultiProcessingDataLoaderIter):
 
 class _TorchLocal(TorchIterator, torch_private.SingleProcessDataLoaderIter):
     pass
-
-
-def _cursor_of(owner: weakref.ref[Any]) -> EpochCursor:
-    return resume.current_cursor(owner())
 
 
 def _collate(

@@ -33,7 +33,7 @@ from fastload.images.decode import DECODE_VERSION, check_size, decode, read_imag
 from fastload.images.encoded import EncodedImage
 from fastload.system.checks import as_path
 from fastload.system.logs import log
-from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
+from fastload.system.torchvision_arrays import reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -459,9 +459,8 @@ def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str
     return arrange(classes, files, extensions)
 
 
-@calls_transforms
 def _transformed(transform: Callable[..., Any], image: Any) -> Any:
     """The transformed image: albumentations takes and returns it by name, all others by position."""
-    reject_arrays()
+    reject_arrays(transform, image)
     is_named = any(base.__module__.partition(".")[0] == "albumentations" for base in type(transform).__mro__)
     return transform(image=image)["image"] if is_named else transform(image)

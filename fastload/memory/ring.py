@@ -70,7 +70,6 @@ class Ring:
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
         self._peak = RecentPeak()  # of the memory that a slot needs; 0 until a batch arrived with bytes
         self._num_empty = 0  # batches without bytes before that
-        self.num_copies = 0  # batches copied out because their slot could not be lent
 
     @property
     def nbytes(self) -> int:
@@ -130,7 +129,6 @@ class Ring:
             if not self._may_grow(slot.worker):
                 # Lent, it would be the last one: the worker would wait for the caller, who might wait for
                 # the worker's next batch. The caller gets a copy instead, and the slot is free at once.
-                self.num_copies += 1
                 return False
             # Reserve the next slot now: later, other workers might have used up the limit.
             slots.append(Slot(slot.worker, len(slots)))

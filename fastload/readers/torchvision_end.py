@@ -134,9 +134,8 @@ _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_pre_hooks", "_forw
 
 
 def _library_of(function: Any) -> str:
-    """The package that a function is of; below a check that this library has put around it."""
-    package = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
-    return _library_of(function.__wrapped__) if package == "fastload" else package
+    """The package that a function is of."""
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
 
 
 class _Class(NamedTuple):

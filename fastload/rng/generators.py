@@ -195,7 +195,7 @@ def held_generators(search: Search) -> list[HeldGenerator]:
         for position, (generator, path) in enumerate(generators):
             steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
             stream, place = f"{owner} {position}".encode(), "".join((owner, *steps))
-            descriptions.append(HeldGenerator(generator, stream, seeder_of(generator), place))
+            descriptions.append(HeldGenerator(generator, stream, _seeder_of(generator), place))
     return descriptions
 
 
@@ -217,7 +217,7 @@ def pcg64_state(state: int, increment: int) -> Any:
     return {"bit_generator": "PCG64", "state": values, "has_uint32": 0, "uinteger": 0}
 
 
-def seeder_of(generator: Any) -> Callable[[bytes], object] | None:
+def _seeder_of(generator: Any) -> Callable[[bytes], object] | None:
     """A function that seeds a generator from 64 bytes; None if its kind is unknown."""
     if type(generator) is np.random.RandomState:
         is_known = generator.get_state(legacy=False)["bit_generator"] == "MT19937"

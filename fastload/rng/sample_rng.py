@@ -4,10 +4,6 @@ All pipelines draw from one pair of generators, in the order of their calls; a p
 user's draws from a pair of that seed. So what a sample draws depends neither on the worker nor on the
 pipelines of other samples. Each generator that the dataset or the collate_fn holds is seeded from its own
 random stream (see `generators`).
-
-Loaders that use torch's own iterator (see `DataLoader._why_torch`) are seeded through keys: in the parent,
-`KeyedSampler` makes keys of the sampler's indices; in a worker, `KeyedDataset` sets the generators for a key,
-and reads its sample.
 """
 
 from __future__ import annotations
@@ -21,24 +17,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, MapDataPipe, Subset
+from torch.utils.data import IterableDataset, MapDataPipe, Subset
 
 from fastload.rng.entry_points import RandomSource, ThreadState, set_worker_source, swap_state
 from fastload.rng.generators import (
     LIBRARY_GENERATORS,
-    HeldGenerator,
     Search,
     held_generators,
     number,
     pcg64_state,
-    seeder_of,
 )
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
 from fastload.rng.rng_scope import RngScope, state_restorer
-from fastload.system.torch_private import thread_generators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from fastload.rng.entry_points import Pair
 
@@ -62,8 +55,8 @@ class SampleSeeder(RandomSource):
         collate_fn: Searched too.
         with_transforms: Whether what albumentations and MONAI draw is set; False leaves them alone.
         role: Where samples are fetched. In the consumer's own process, `"local"`, generators belong to the
-            user: they are restored after each batch. In a `"thread"`, those of torch's `get_worker_info()`
-            are set in place of the generators of random, numpy and torch, which all threads share.
+            user: they are restored after each batch. In a `"thread"`, the generators of random, numpy and
+            torch, which all threads share, are left alone.
     """
 
     def __init__(
@@ -85,11 +78,6 @@ class SampleSeeder(RandomSource):
         if role != "thread":
             self._shared += LIBRARY_GENERATORS
             self._seed_libraries = random.seed, torch.default_generator.manual_seed, np.random.seed
-        elif (of_thread := thread_generators()) is not None:
-            python, torchs, numpys = of_thread
-            self._shared += of_thread
-            self._seed_libraries = python.seed, torchs.manual_seed
-            self._seedable.append(HeldGenerator(numpys, b"thread", seeder_of(numpys), "rng"))
         # By the user's seed: the pairs of this sample, each of which is set when it is first drawn from.
         self._pairs: dict[Any, Pair] = {}
         self._spare: list[Pair] = []
@@ -219,66 +207,6 @@ def save_generators() -> Callable[[], None]:
     """
     seeder = _current.seeder
     return (lambda: None) if seeder is None else seeder.save_generators()
-
-
-# --- through torch's own iterator -------------------------------------------------------------------------
-
-
-class KeyedDataset(Dataset[Any]):
-    """A wrapper that reads a dataset by keys; all other attributes are the dataset's own.
-
-    Args:
-        dataset: A map-style dataset.
-        collate_fn: The function that collates its samples.
-        with_transforms: Whether transforms of albumentations and MONAI are seeded too.
-    """
-
-    def __init__(self, dataset: Any, collate_fn: Any, *, with_transforms: bool) -> None:
-        self._dataset = dataset
-        self._collate_fn = collate_fn
-        self._with_transforms = with_transforms
-        self._seeder: SampleSeeder | None = None  # made in each worker
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle look these up before _dataset is set
-            raise AttributeError(name)
-        return getattr(self.__dict__["_dataset"], name)
-
-    def __getitem__(self, key: SampleKey) -> Any:
-        if self._seeder is None:
-            self._seeder = SampleSeeder(
-                self._dataset, self._collate_fn, with_transforms=self._with_transforms, role="process"
-            )
-        self._seeder.begin(key)  # never ended: the collate_fn can draw, too
-        return self._dataset[key.index]
-
-
-class KeyedSampler:
-    """A sampler that returns keys instead of the indices of the wrapped sampler.
-
-    Args:
-        sampler: Returns indices, or lists of them.
-        auto_collation: Whether it returns lists.
-        epoch: Returns the epoch that has begun, which counts indices; called when the first key is requested.
-    """
-
-    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], Any]) -> None:
-        self._sampler = sampler
-        self._auto_collation = auto_collation
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._keys(iter(self._sampler))  # iter() can draw random numbers: torch calls it here, too
-
-    def _keys(self, batches: Iterator[Any]) -> Iterator[Any]:
-        epoch = self._epoch()
-        for ordinal, batch in enumerate(batches):
-            index, key = epoch.keyed(batch, ordinal)
-            keys = list(key.of_samples(index if self._auto_collation else [index]))
-            yield keys if self._auto_collation else keys[0]
 
 
 def check_dataset(dataset: Any, *, auto_collation: bool) -> None:

@@ -1,7 +1,7 @@
 """Seeds workers: random, numpy and torch with torch's own values, and what albumentations and MONAI draw.
 
 The libraries get exactly torch's values, so seeding them twice changes nothing. `get_worker_info` says which
-worker the caller is, also in worker threads; torch's function of this name knows threads since torch 2.13.
+worker the caller is, also in worker threads, where torch's function of this name returns None.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 from fastload.augmentation.libraries import LIBRARIES
 from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
 from fastload.system.checks import as_int
-from fastload.system.torch_private import generate_state, set_thread_worker_info
+from fastload.system.torch_private import generate_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,22 +79,6 @@ def get_worker_info() -> WorkerInfo | None:
 def work_as(info: WorkerInfo | None) -> None:
     """Let `get_worker_info` return ``info`` to this thread from now on."""
     _here.info = info
-
-
-def work_as_thread(worker_id: int, num_workers: int, base_seed: int, dataset: Any) -> None:
-    """Let this thread be a worker, to `get_worker_info` and to torch's, if torch's release knows such.
-
-    Its generators draw what those of the libraries draw in a worker process, except numpy's, of which
-    torch's threads have a Generator.
-    """
-    seed = base_seed + worker_id
-    work_as(WorkerInfo(worker_id, num_workers, seed, dataset, "thread"))
-    generators = (
-        random.Random(seed),
-        torch.Generator().manual_seed(seed),
-        np.random.default_rng(generate_state(base_seed, worker_id)),
-    )
-    set_thread_worker_info(worker_id, num_workers, seed, dataset, generators)
 
 
 # --- the libraries ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ torch is never imported here: if the script never imported torch.distributed, th
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import re
@@ -21,8 +20,6 @@ from fastload.system.limits import read_text
 # The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
 RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
-# Whether this process was forked from a rank: it must not use that rank's connection to the store.
-_is_forked = False
 
 
 def number_in(variable: str) -> int | None:
@@ -87,21 +84,3 @@ def process_group() -> Any | None:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed
     return None
-
-
-def is_worker() -> bool:
-    """Whether this process only works for a rank; it can have inherited that rank's connection."""
-    data = sys.modules.get("torch.utils.data")
-    return _is_forked or (data is not None and data.get_worker_info() is not None)
-
-
-@functools.cache
-def watch_forks() -> None:
-    """From now on, know the processes that are forked from a rank."""
-    if hasattr(os, "register_at_fork"):  # Windows does not fork
-        os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    global _is_forked
-    _is_forked = _is_forked or process_group() is not None

@@ -10,10 +10,6 @@ Subclasses of torch's loader and iterators also inherit, read and override priva
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import threading
-import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,98 +126,9 @@ def set_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -
         _warn_gone(f"{torch_worker.__name__}._worker_info", "torch's get_worker_info() is None in workers")
 
 
-class _Thread(threading.local):
-    info: Any = None  # torch's WorkerInfo, in a worker thread
-
-
-_thread = _Thread()
-_replacing = threading.Lock()
-
-
-def knows_worker_threads() -> bool:
-    """Whether torch's `WorkerInfo` describes threads: `rng`, for `thread_safe_generator()`, since 2.13."""
-    return hasattr(torch.random, "thread_safe_generator")
-
-
-def set_thread_worker_info(
-    worker_id: int, num_workers: int, seed: int, dataset: Any, generators: tuple[Any, Any, Any]
-) -> None:
-    """Let torch's `get_worker_info()` describe this thread as a worker, if this release knows such.
-
-    Args:
-        worker_id: 0 to num_workers - 1.
-        num_workers: The number of threads.
-        seed: The worker's own.
-        dataset: What it reads.
-        generators: This thread's own: a random.Random, a torch.Generator and a numpy.random.Generator.
-    """
-    if not knows_worker_threads():
-        return
-    try:
-        info = torch_worker.WorkerInfo(
-            id=worker_id,
-            num_workers=num_workers,
-            seed=seed,
-            dataset=dataset,
-            rng=torch_worker._RNG(*generators),
-            worker_method="thread",
-        )
-    except (AttributeError, TypeError):
-        _warn_gone(f"{torch_worker.__name__}._RNG", "torch's get_worker_info() is None in worker threads")
-        return
-    _let_threads_be_workers()
-    _thread.info = info
-
-
-def thread_generators() -> tuple[Any, Any, Any] | None:
-    """The generators of this worker thread, as `set_thread_worker_info` got them; None elsewhere."""
-    rng = None if _thread.info is None else _thread.info.rng
-    return None if rng is None else (rng.random_generator, rng.torch_generator, rng.numpy_generator)
-
-
-def _let_threads_be_workers() -> None:
-    """Let torch's `get_worker_info()` return the information of the thread that calls it, if it has any.
-
-    Most code has imported the function by its name: so the function stays, and its body is replaced. Its
-    globals are those of torch's module.
-    """
-    function: Any = torch_worker.get_worker_info
-    with _replacing:
-        if hasattr(torch_worker, "_fastload_worker_info"):
-            return
-        of_process = types.FunctionType(function.__code__, function.__globals__)
-
-        def worker_info() -> Any:
-            info = _thread.info
-            # torch's collate moves batches to shared memory in a worker, which a thread has no use for.
-            if info is None or sys._getframe(2).f_globals is vars(torch_collate):
-                return of_process()
-            return info
-
-        vars(torch_worker)["_fastload_worker_info"] = worker_info
-        function.__code__ = _call_worker_info.__code__
-        if hasattr(os, "register_at_fork"):  # Windows does not fork
-            os.register_at_fork(after_in_child=lambda: setattr(_thread, "info", None))
-
-
-def _call_worker_info() -> Any:
-    return _fastload_worker_info()  # type: ignore[name-defined]  # noqa: F821  # in torch's module
-
-
 def set_thread_name(name: str) -> None:
     """Name this thread for tools such as top; since 2.5."""
     _find(torch.multiprocessing, "_set_thread_name", lambda _: None, "workers have no names in top")(name)
-
-
-def default_store() -> Any:
-    """The store of the default process group; in 2.6 to 2.14. None if torch keeps it elsewhere.
-
-    Raises:
-        Exception: There is no group.
-    """
-    owner = torch.distributed.distributed_c10d
-    cost = "the datasets of the ranks are not compared"
-    return _find(owner, "_get_default_store", lambda: None, cost)()
 
 
 def has_cuda_context(device_index: int) -> bool | None:

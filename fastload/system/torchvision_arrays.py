@@ -5,18 +5,11 @@ A pipeline of flips and colors would otherwise train without augmentation, and n
 
 from __future__ import annotations
 
-import functools
-import sys
-from typing import TYPE_CHECKING, Any, TypeVar
+import re
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    import types
-    from collections.abc import Callable
-
-    Function = TypeVar("Function", bound=Callable[..., Any])
 
 V1_MODULE, V2_MODULE = "torchvision.transforms.", "torchvision.transforms.v2."
 V2_INSTEAD = (
@@ -24,36 +17,43 @@ V2_INSTEAD = (
     "and ToDtype(torch.float32, scale=True) for ToTensor(). For an image in an array beside a label, "
     "ToPILImage() at the beginning is enough"
 )
-_callers: set[types.CodeType] = set()
+# Steps of v2 that take an array, and those that are not of images.
+_TAKE_ARRAYS = frozenset({"Lambda", "ToImage", "ToPILImage", "ToTensor"})
+_NOT_OF_IMAGES = re.compile("BoundingBox|KeyPoint|ClampingMode|ToPureTensor")
 
 
-def calls_transforms(function: Function) -> Function:
-    """Mark a function of this library that calls the user's transform with a sample."""
-    _callers.add(function.__code__)
-    return function
+def reject_arrays(transform: Any, sample: Any) -> None:
+    """Check that a transform whose first step ignores arrays gets no image in an array.
 
-
-def reject_arrays() -> None:
-    """Hook torchvision's class of v2 transforms, if it is imported; does nothing the second time."""
-    cls = getattr(sys.modules.get(V2_MODULE[:-1]), "Transform", None)
-    choose = getattr(cls, "_needs_transform_list", None)
-    if choose is None or hasattr(choose, "_fastload_is_hooked"):
+    Raises:
+        TypeError: It does.
+    """
+    step = _first_step(transform)
+    if not step or step in _TAKE_ARRAYS:
         return
+    values: Any = sample if isinstance(sample, (tuple, list)) else [sample]
+    if isinstance(sample, dict):
+        values = sample.values()
+    # A label and the boxes of one sample have no two sides, or come after the image. Beside a tv_tensor or a
+    # PIL image, v2 takes an array for something else; a plain tensor could be a label.
+    images = [v for v in values if getattr(v, "ndim", 0) >= 2 or type(v).__module__.startswith("PIL.")]
+    if images and type(images[0]) is np.ndarray and {*map(type, images)} <= {np.ndarray, torch.Tensor}:
+        raise TypeError(
+            f"{step} of torchvision takes no NumPy array, so it would leave the image of shape "
+            f"{images[0].shape} as it is: begin the transform with torchvision.transforms.v2.ToImage, which "
+            "makes a tensor of an (H, W, C) array"
+        )
 
-    @functools.wraps(choose)
-    def checked(self: Any, flat_inputs: list[Any]) -> list[bool]:
-        chosen: list[bool] = choose(self, flat_inputs)
-        image = next(filter(_has_sides, flat_inputs), None)
-        if isinstance(image, np.ndarray) and _ignores(self, flat_inputs, chosen) and _is_called_by_us():
-            raise TypeError(
-                f"{type(self).__name__} of torchvision takes no NumPy array, so it would leave the image of "
-                f"shape {image.shape} as it is: begin the transform with torchvision.transforms.v2.ToImage, "
-                "which makes a tensor of an (H, W, C) array"
-            )
-        return chosen
 
-    checked._fastload_is_hooked = True  # type: ignore[attr-defined]
-    cls._needs_transform_list = checked  # type: ignore[union-attr]
+def _first_step(transform: Any) -> str:
+    """The class of the first step for images; empty if it is none of v2's."""
+    name = type(transform).__name__
+    if not type(transform).__module__.startswith(V2_MODULE) or _NOT_OF_IMAGES.search(name):
+        return ""
+    steps = getattr(transform, "transforms", None)
+    if steps is None:
+        return name
+    return next((_first_step(step) for step in steps if not _NOT_OF_IMAGES.search(type(step).__name__)), "")
 
 
 def advice_on(error: Exception, image: Any) -> str:
@@ -69,35 +69,3 @@ def advice_on(error: Exception, image: Any) -> str:
         "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
         "a function that returns the sample, or use those of torchvision.transforms.v2, with ToImage() first"
     )
-
-
-def _has_sides(value: Any) -> bool:
-    """Whether a value can be an image; labels and boxes of one sample have no two sides, or come after it."""
-    return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim >= 2
-
-
-def _ignores(transform: Any, flat_inputs: list[Any], chosen: list[bool]) -> bool:
-    """Whether a transform of images leaves out the image in an array.
-
-    A plain tensor beside it would be taken for the image, even if it is a label. Transforms of boxes alone,
-    and of tv_tensors alone, are not of images.
-    """
-    values = zip(flat_inputs, chosen, strict=True)
-    if any(is_chosen and type(value) is not torch.Tensor for value, is_chosen in values):
-        return False
-    kinds = transform._transformed_types
-    return any(
-        issubclass(torch.Tensor, kind) or kind.__module__.startswith("PIL.")
-        if isinstance(kind, type)
-        else True
-        for kind in kinds
-    )
-
-
-def _is_called_by_us() -> bool:
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code in _callers:
-            return True
-        frame = frame.f_back
-    return False

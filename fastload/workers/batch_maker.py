@@ -24,7 +24,6 @@ from fastload.readers import patches
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
-from fastload.rng.seeding import work_as_thread
 from fastload.system.cache_counts import cache_counts
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
@@ -92,7 +91,8 @@ class BatchMaker:
             spec = self._load_spec()
             seed = spec.base_seed + self._id
             if self._is_thread:
-                work_as_thread(self._id, spec.num_workers, spec.base_seed, spec.dataset)
+                info = seeding.WorkerInfo(self._id, spec.num_workers, seed, spec.dataset, "thread")
+                seeding.work_as(info)
             else:
                 self._take_process(spec, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
@@ -181,9 +181,13 @@ class BatchMaker:
         return reply
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:
-        if self._is_thread:
-            return RemoteError.itself(error, place)
-        return RemoteError.current(self.where, place)
+        if not self._is_thread:
+            return RemoteError.current(self.where, place)
+        trace = error.__traceback__
+        BaseException.with_traceback(
+            error, trace and trace.tb_next
+        )  # `make` has a reply that holds the error
+        return RemoteError(error, place)
 
 
 def make_fetcher(

@@ -81,9 +81,7 @@ class RayWorkers:
     Args:
         address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
             None is that of ``RAY_ADDRESS``.
-        exclude_driver_node: Use no CPUs of this machine.
-        placement_group: Place the actors in this group of Ray.
-        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
+        **actor_options: Options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
             ``resources={"decoders": 1}``.
 
     Raises:
@@ -92,26 +90,14 @@ class RayWorkers:
 
     options: Mapping[str, Any]
 
-    def __init__(
-        self,
-        *,
-        address: str | None = None,
-        exclude_driver_node: bool = False,
-        placement_group: Any = None,
-        **actor_options: Any,
-    ) -> None:
+    def __init__(self, *, address: str | None = None, **actor_options: Any) -> None:
         chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
         if chosen:
             raise ValueError(
                 f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
                 "restarted and called; max_worker_restarts allows restarts"
             )
-        own = {
-            "address": address,
-            "exclude_driver_node": exclude_driver_node,
-            "placement_group": placement_group,
-        }
-        object.__setattr__(self, "options", {**own, **actor_options})
+        object.__setattr__(self, "options", {"address": address, **actor_options})
 
 
 def connect(options: Mapping[str, Any]) -> Any:
@@ -207,18 +193,7 @@ class RayPool(SlotPool[_ActorHandle]):
             ValueError: Ray has no such option.
         """
         given = {name: value for name, value in options.items() if name != "address"}
-        context = self._ray.get_runtime_context()
-        if given.pop("exclude_driver_node", False):
-            given["label_selector"] = {
-                "ray.io/node-id": f"!{context.get_node_id()}",
-                **given.get("label_selector", {}),
-            }
-        group = given.pop("placement_group", None)
-        if group is not None:
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            given["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
-        elif not context.should_capture_child_tasks_in_placement_group:
+        if not self._ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
             given.setdefault("scheduling_strategy", "SPREAD")
         given = {"num_cpus": 1, **given, "max_restarts": 0, "max_task_retries": 0}
         self._demand = {"CPU": given["num_cpus"] or 0, **(given.get("resources") or {})}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ import torch
 
 import fastload
 from fastload.cache.dataset import CachedDataset
+from fastload.system import torchvision_arrays
+from fastload.system.torchvision_arrays import reject_arrays
 from tests.cache.zoo import Made
 from tests.rng.draws_zoo import Chain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("registry_folder")
 
@@ -27,16 +25,12 @@ IMAGE = np.arange(24 * 24 * 3, dtype=np.uint8).reshape(24, 24, 3)
 class StandIn:
     """As torchvision's class: transforms what it takes in a nest, and passes all else through."""
 
-    _transformed_types: tuple[Any, ...] = (torch.Tensor,)
-
-    def _needs_transform_list(self, flat_inputs: list[Any]) -> list[bool]:
-        return [isinstance(value, self._transformed_types) for value in flat_inputs]
+    takes: tuple[Any, ...] = (torch.Tensor,)
 
     def __call__(self, *inputs: Any) -> Any:
         sample = inputs if len(inputs) > 1 else inputs[0]
         parts = list(sample) if isinstance(sample, tuple) else [sample]
-        chosen = self._needs_transform_list(parts)
-        moved = [self.transform(part) if is_chosen else part for part, is_chosen in zip(parts, chosen)]  # noqa: B905
+        moved = [self.transform(part) if isinstance(part, self.takes) else part for part in parts]
         return tuple(moved) if isinstance(sample, tuple) else moved[0]
 
     def transform(self, part: Any) -> Any:
@@ -50,7 +44,7 @@ class Flip(StandIn):
 class ToImage(StandIn):
     """Takes arrays as well."""
 
-    _transformed_types = (torch.Tensor, np.ndarray)
+    takes = (torch.Tensor, np.ndarray)
 
     def transform(self, part: Any) -> Any:
         return torch.as_tensor(part).permute(2, 0, 1).as_subclass(Tensor)
@@ -60,89 +54,73 @@ class Tensor(torch.Tensor):
     """As torchvision's tv_tensors.Image."""
 
 
-class Clamp(StandIn):
+class ClampBoundingBoxes(StandIn):
     """Takes neither images nor plain tensors, but boxes."""
 
-    _transformed_types = (type("Boxes", (torch.Tensor,), {}),)
+    takes = (type("Boxes", (torch.Tensor,), {}),)
+
+
+class Compose(Chain):
+    """As torchvision's."""
 
 
 @pytest.fixture(autouse=True)
-def _torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module of the same shape as torchvision's."""
-    original = StandIn._needs_transform_list
-    module = types.ModuleType("torchvision.transforms.v2")
-    module.Transform = StandIn  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield
-    StandIn._needs_transform_list = original  # type: ignore[method-assign]
-
-
-def around(transform: Any) -> Any:
-    """A function of the user's that takes the sample apart."""
-    return lambda sample: (transform(sample[0]), sample[1])
-
-
-class Holding:
-    """A class of the user's that calls a pipeline of torchvision's."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __call__(self, sample: Any) -> Any:
-        return {"image": self.transform(sample[0]), "label": sample[1]}
+def _torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The classes are in a module of torchvision's name."""
+    for cls in (Flip, ToImage, ClampBoundingBoxes, Compose):
+        monkeypatch.setattr(cls, "__module__", "torchvision.transforms.v2._of_tests")
 
 
 @pytest.mark.parametrize("label", [3, np.zeros(4), torch.zeros(4), torch.ones(24, 24)])
 @pytest.mark.parametrize("role", ["transform", "pre_transform"])
 @pytest.mark.parametrize(
     "transform",
-    [Flip(), Chain(Clamp(), Flip(), ToImage()), around(Flip()), Holding(Chain(Flip(), ToImage()))],
+    [
+        Flip(),
+        Compose(ClampBoundingBoxes(), Flip(), ToImage()),
+        Compose(Compose(Flip(), ToImage()), ToImage()),
+    ],
 )
 def test_a_transform_that_passes_the_image_is_an_error(transform: Any, role: str, label: Any) -> None:
-    """Also inside a function or a class of the user's, and where it would flip a label instead."""
+    """Alone or in a pipeline, also where it would flip a label instead."""
     options: dict[str, Any] = {role: transform}
     with pytest.raises(TypeError, match=r"Flip of torchvision takes no NumPy array.*\(24, 24, 3\).*ToImage"):
         CachedDataset(Made(lambda index: (IMAGE, label)), **options)[0]
+    with pytest.raises(TypeError, match="Flip of torchvision takes no NumPy array"):
+        CachedDataset(Made(lambda index: {"image": IMAGE, "label": label}), Flip())[0]
 
 
-@pytest.mark.parametrize("wrap", [lambda transform: transform, around, Holding])
-def test_a_pipeline_that_begins_with_toimage_is_right(wrap: Any) -> None:
-    """Arrays beside the image, and transforms of boxes alone, are no errors."""
-    transform = wrap(Chain(ToImage(), Clamp(), Flip()))
-    sample = CachedDataset(Made(lambda index: (IMAGE, index)), transform)[1]
-    image = next(iter(sample.values())) if isinstance(sample, dict) else sample[0]
+@pytest.mark.parametrize(
+    "first", [ToImage(), Compose(ToImage()), lambda sample: (ToImage()(sample[0]), sample[1])]
+)
+def test_a_pipeline_that_begins_with_toimage_is_right(first: Any) -> None:
+    """Arrays beside the image are no errors; neither is a function of the user's that makes the tensor."""
+    transform = Compose(ClampBoundingBoxes(), first, Flip())
+    image, _ = CachedDataset(Made(lambda index: (IMAGE, index)), transform)[1]
     assert torch.equal(image.as_subclass(torch.Tensor), torch.as_tensor(IMAGE).permute(2, 0, 1).flip(-1))
-    boxes = np.zeros((5, 4), np.float32)
-    dataset = Made(lambda index: (torch.as_tensor(IMAGE), boxes, np.zeros(3)))
-    assert np.array_equal(CachedDataset(dataset, Flip())[0][1], boxes)
 
 
-def test_a_folder_and_a_worker_say_so_too(photos: Any) -> None:
-    """ImageFolder calls the transform with the array alone; a started process hooks torchvision again."""
+def test_arrays_beside_a_tensor_are_no_images() -> None:
+    """Boxes after it, and a map of depths before it, if v2 knows which one is the image."""
+    image, boxes = torch.as_tensor(IMAGE), np.zeros((5, 4), np.float32)
+    assert np.array_equal(CachedDataset(Made(lambda index: (image, boxes, np.zeros(3))), Flip())[0][1], boxes)
+    reject_arrays(Flip(), (IMAGE, image.as_subclass(Tensor)))
+
+
+def test_boxes_alone_and_the_users_calls_are_left_alone() -> None:
+    """Transforms that are not of images, and calls in a dataset inside, pass arrays as they always did."""
+    CachedDataset(Made(lambda index: (IMAGE, index)), ClampBoundingBoxes())[0]
+    CachedDataset(Made(lambda index: Flip()((IMAGE, index))), tuple)[0]
+
+
+def test_a_folder_says_so_too(photos: Any) -> None:
+    """ImageFolder calls the transform with the array alone."""
     with pytest.raises(TypeError, match="Flip of torchvision takes no NumPy array"):
         fastload.ImageFolder(photos, transform=Flip())[0]
-    dataset = CachedDataset(Made(tuple_of_image), Flip())
-    with pytest.raises(TypeError, match="Flip"):
-        dataset[0]
-    stored = pickle.dumps(dataset)
-    StandIn._needs_transform_list = vars(StandIn._needs_transform_list)["__wrapped__"]  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="Flip"):
-        pickle.loads(stored)[0]
-
-
-def tuple_of_image(index: int) -> Any:
-    return IMAGE, index
-
-
-def test_calls_from_elsewhere_are_left_alone(photos: Any) -> None:
-    """The user's own calls, also in a dataset inside, pass arrays as they always did."""
-    CachedDataset(Made(lambda index: Flip()((IMAGE, index))), tuple)[0]
-    assert np.array_equal(Flip()(IMAGE), IMAGE)
 
 
 def test_torchvision_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own flips and colors raise over arrays, and run behind ToImage; skipped where it is missing."""
-    monkeypatch.delitem(sys.modules, "torchvision.transforms.v2")
     monkeypatch.setitem(sys.modules, "torchvision._meta_registrations", types.ModuleType("empty"))
     v2 = pytest.importorskip("torchvision.transforms.v2")
     dataset = Made(lambda index: (IMAGE, index))
@@ -154,6 +132,10 @@ def test_torchvision_itself(monkeypatch: pytest.MonkeyPatch) -> None:
             CachedDataset(dataset, v2.Compose([v2.ClampBoundingBoxes(), transform, v2.ToImage()]))[0]
     ours = CachedDataset(dataset, v2.Compose([v2.ToImage(), v2.RandomHorizontalFlip(1.0), v2.ToPureTensor()]))
     assert torch.equal(ours[0][0], image.flip(-1))
+    for name, cls in vars(v2).items():
+        if name.startswith("To") and name != "ToPureTensor":
+            takes_arrays = np.ndarray in cls._transformed_types
+            assert takes_arrays == (name in torchvision_arrays._TAKE_ARRAYS), name
 
 
 def old_transform() -> Any:
@@ -165,7 +147,9 @@ def old_transform() -> Any:
     return module.flip  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("wrapped", [lambda flip: flip, around, Holding])
+@pytest.mark.parametrize(
+    "wrapped", [lambda flip: flip, lambda flip: lambda sample: (flip(sample[0]), sample[1])]
+)
 def test_an_error_of_torchvisions_first_transforms_says_how_to_convert(wrapped: Any) -> None:
     """They take neither a sample nor its array: a note has the two ways."""
     dataset = CachedDataset(Made(lambda index: (IMAGE, 3)), wrapped(old_transform()))

@@ -26,6 +26,7 @@ import ray
 import torch
 from ray._private import state as ray_state
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import fastload
@@ -401,19 +402,20 @@ def seen_by(make: Any, **options: Any) -> set[Any]:
 
 
 def check_actors_run_where_they_shall() -> None:
-    """Over both nodes; away from the consumer's on demand; in the placement group that RayWorkers names."""
+    """Over both nodes; where Ray's own options say."""
 
     def node(_: int = 0) -> Any:
         return ray.get_runtime_context().get_node_id()
 
     assert len(seen_by(node, num_workers=4)) == 2
-    away = seen_by(node, kind=fastload.RayWorkers(exclude_driver_node=True))
+    workers = fastload.RayWorkers(label_selector={"ray.io/node-id": f"!{node()}"})
+    away = seen_by(node, kind=workers)
     assert len(away) == 1
     assert node() not in away
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
     ray.get(group.ready())
-    workers = fastload.RayWorkers(placement_group=group)
+    workers = fastload.RayWorkers(scheduling_strategy=PlacementGroupSchedulingStrategy(group))
     found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), kind=workers)
     assert found == {group.id.hex()}
     ray.util.remove_placement_group(group)

@@ -30,7 +30,8 @@ class Blocks(Held):
 if __name__ == "__main__":
     cluster, node = two_nodes(1, 2)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    workers = fastload.RayWorkers(exclude_driver_node=True)
+    own = ray.get_runtime_context().get_node_id()
+    workers = fastload.RayWorkers(label_selector={"ray.io/node-id": f"!{own}"})
     options = {"num_workers": 2, "batch_size": 2, "worker_type": workers}
     for name, restarts in (("raised", 0), ("replaced", 4)):
         place = FOLDER / name

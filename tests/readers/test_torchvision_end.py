@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten
 
 import fastload
 from fastload.readers import patches, torchvision_end
-from fastload.system import torchvision_arrays
 from tests.kit.torchvision import import_torchvision
 
 if TYPE_CHECKING:
@@ -738,20 +737,6 @@ def test_what_other_code_replaced_is_called(
     fused.clear()
     assert all(same(pipeline, picture()) for pipeline in pipelines)
     assert len(fused) >= 2  # restored, they are done at once again
-
-
-def test_what_this_library_replaced_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, fused: list[Any]
-) -> None:
-    """Its check of arrays that v2's steps get, put in place after they were met."""
-    checked = v2.Transform._needs_transform_list
-    monkeypatch.setattr(v2.Transform, "_needs_transform_list", getattr(checked, "__wrapped__", checked))
-    pipeline = v2.Compose(end_of_v2())
-    assert same(pipeline, picture())
-    torchvision_arrays.reject_arrays()
-    fused.clear()
-    assert same(pipeline, picture())
-    assert fused
 
 
 def test_hooks_of_all_modules_and_modes_are_seen(fused: list[Any]) -> None:

@@ -159,15 +159,9 @@ def test_another_number_of_workers_at_the_beginning() -> None:
 # --- torch's own iterators -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seeding", ["worker", "sample"])
-def test_torch_s_own_iterators_say_that_they_cannot(seeding: Any) -> None:
+def test_torch_s_own_iterators_say_that_they_cannot() -> None:
     """What goes through torch's iterator is counted; it can be resumed at its end, and not in its middle."""
-    options: dict[str, Any] = {
-        "num_workers": 1,
-        **torchs_own.FORK,
-        "persistent_workers": True,
-        "seeding": seeding,
-    }
+    options: dict[str, Any] = {"num_workers": 1, **torchs_own.FORK, "persistent_workers": True}
     with DataLoader(Numbers(12), 4, **options) as loader, DataLoader(Numbers(12), 4, **options) as resumed:
         for number in range(2):
             iterator = iter(loader)

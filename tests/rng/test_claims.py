@@ -62,7 +62,7 @@ def test_pipelines_draw_the_same_without_workers_as_with_one() -> None:
 
 
 def looks_and_draws(worker_id: int) -> None:
-    """Torch's own iterator keeps the dataset's attributes within reach."""
+    """The dataset is within reach."""
     assert torch.utils.data.get_worker_info().dataset.length == 24  # type: ignore[union-attr]
     random.random()
 

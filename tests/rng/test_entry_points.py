@@ -45,7 +45,7 @@ def test_workers_draw_different_numbers(place: str) -> None:
 
 @pytest.mark.parametrize("place", zoo.PLACES)
 def test_a_sample_draws_the_same_in_any_worker(place: str) -> None:
-    """With seeding="sample": without workers, in one, in two, in threads and through torch's own iterator."""
+    """With seeding="sample": without workers, in one, in two, in threads, and in any order."""
     expected = sorted(flat(run(zoo.PLACES[place](), seeding="sample")), key=str)
     for way in ({"num_workers": 1}, WORKERS, THREADS, AS_THEY_COME):
         assert sorted(flat(run(zoo.PLACES[place](), seeding="sample", **way)), key=str) == expected

@@ -17,11 +17,13 @@ from torch.utils.data import Subset
 from fastload import CachedDataset, DataLoader
 from fastload.rng.keys import SampleKey, index_bytes, occurrence_counter
 from fastload.system.logs import say_once
+from tests.kit import torchs_own
 from tests.kit.datasets import Bulk, Made, Stream
 from tests.resume.loaders import seeded
 from tests.rng import draws_zoo as zoo
 from tests.rng.draws_zoo import Alone, Chain, Dice, Drawing, Noise, run
 
+TORCHS: dict[str, Any] = {"num_workers": 1, **torchs_own.FORK}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 
 
@@ -144,6 +146,7 @@ REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
     (Stream(), {}, ValueError, r'^seeding="sample" derives random streams .*, but a Stream has none'),
     (Bulk(int), {}, ValueError, r"Bulk\.__getitems__.*CachedDataset\(dataset, cache=None\)"),
     (Subset(Bulk(int), [1]), {}, ValueError, r"Bulk\.__getitems__"),
+    (Dice(), TORCHS, ValueError, r'^seeding="sample" does not work with torch.s own iterator, .*OwnFork'),
     (Dice(), {"seeding": "batch"}, ValueError, '^seeding should be "worker" or "sample", but got \'batch\'$'),
     *(
         (Made(str), {"batch_size": None, "sampler": [index]}, TypeError, rf"and tuples.* a {kind}\b")
@@ -154,7 +157,7 @@ REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
 
 @pytest.mark.parametrize(("dataset", "options", "error", "text"), REFUSED)
 def test_refused(dataset: Any, options: dict[str, Any], error: Any, text: str) -> None:
-    """A stream, many samples at once, an unknown mode, and an index without a stable digest."""
+    """A stream, many samples at once, torch's workers, an unknown mode, an index without a stable digest."""
     with pytest.raises(error, match=text):
         read(dataset, **options)
 

@@ -68,7 +68,14 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeding", ["worker", "sample"])
+@pytest.mark.parametrize(
+    ("seeding", "workers"),
+    [
+        *(("worker", kind) for kind in ("processes", "forkserver", "threads", "torch")),
+        *(("sample", kind) for kind in ("processes", "forkserver", "threads")),
+    ],
+    indirect=["workers"],
+)
 def test_it_draws_what_a_device_transform_draws(seeding: str, workers: dict[str, Any]) -> None:
     """A list of fastload's own transforms gives the same pixels in any kind of workers and on the device."""
     expected = epoch_of(2, seeding=seeding, shuffle=True, device="cpu", device_transform=AUGMENT)

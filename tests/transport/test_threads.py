@@ -19,7 +19,6 @@ from torch.utils.data import get_worker_info as torch_worker_info
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.rng.generators import Search
-from fastload.system import torch_private
 from fastload.workers.thread_pool import copies_for_threads
 from tests.kit import datasets
 from tests.rng.draws_zoo import Pictures
@@ -28,11 +27,6 @@ from tests.rng.pipelines_zoo import Crops, crop
 
 def threads(dataset: Any, batch_size: int = 4, **options: Any) -> DataLoader:
     return DataLoader(dataset, batch_size, worker_type="thread", **{"num_workers": 2} | options)
-
-
-# Whether torch's get_worker_info() can describe a worker thread.
-KNOWN = torch_private.knows_worker_threads()
-new_torch = pytest.mark.skipif(not KNOWN, reason="this torch has no thread_safe_generator()")
 
 
 class Squares(datasets.Made):
@@ -63,15 +57,14 @@ class CroppedSquares(Squares):
 
 @pytest.mark.parametrize("kind", [Squares, CroppedSquares])
 def test_batches_go_round_persistent_threads_that_hear_of_the_epoch(kind: Any) -> None:
-    """Batch k comes from thread k mod W, which our worker info names, and torch's, if it knows threads."""
+    """Batch k comes from thread k mod W, which our worker info names; torch's is None."""
     with threads(kind(), num_workers=3, persistent_workers=True) as loader:
         seen = []
         for epoch in (4, 7):
             loader.set_epoch(epoch)
             batches = list(loader)
             told = [set(batch["told"]) for batch in batches]
-            workers = [(worker, worker if KNOWN else None) for worker in (0, 1, 2, 0, 1)]
-            assert told == [{f"[{own}, 3, 'thread', {torchs}]"} for own, torchs in workers]
+            assert told == [{f"[{worker}, 3, 'thread', None]"} for worker in (0, 1, 2, 0, 1)]
             assert {batch["epoch"][0].item() for batch in batches} == {epoch}
             seen.append({batch["thread"][0].item() for batch in batches})
     process = next(iter(DataLoader(Squares(), num_workers=1)))
@@ -80,123 +73,6 @@ def test_batches_go_round_persistent_threads_that_hear_of_the_epoch(kind: Any) -
     assert len(seen[0] - {threading.get_ident()}) == 3
     assert process["told"] == ["[0, 1, 'process', 0]"]
     assert fastload.get_worker_info() is None
-
-
-def draw(index: int) -> Any:
-    """What a transform draws that asks torch for its generators."""
-    info: Any = torch_worker_info()
-    of_thread = None if info is None else getattr(info, "rng", None)
-    python = random if of_thread is None else of_thread.random_generator
-    generator = torch.random.thread_safe_generator()  # type: ignore[attr-defined]
-    return [index, torch.rand((), generator=generator).item(), python.random()]
-
-
-@new_torch
-@pytest.mark.parametrize("seeding", ["worker", "sample"])
-def test_a_transform_that_asks_torch_for_its_generator_draws_what_it_draws_in_processes(seeding: Any) -> None:
-    """In threads that persist, too; nobody draws from the generators that threads share."""
-    epochs = []
-    for worker_type in ("process", "thread"):
-        torch.manual_seed(5), random.seed(5)
-        options: dict[str, Any] = {"num_workers": 2, "worker_type": worker_type, "persistent_workers": True}
-        with DataLoader(datasets.Made(draw, 24), 4, seeding=seeding, **options) as loader:
-            epochs.append([[torch.stack(batch).tolist() for batch in loader] for _ in range(2)])
-        epochs[-1].append(torch.rand(1).item())
-
-    assert epochs[0] == epochs[1]
-    assert epochs[0][0] != epochs[0][1]
-
-
-@new_torch
-def test_the_worker_info_of_a_thread_is_what_torchs_thread_workers_have() -> None:
-    """All attributes; worker_init_fn reads them; the thread's own copy of the dataset; None outside."""
-    infos: list[Any] = []
-    dataset = datasets.Made(int, 4)
-    options: dict[str, Any] = {"worker_init_fn": lambda _: infos.append(torch.utils.data.get_worker_info())}
-    list(threads(dataset, generator=torch.Generator().manual_seed(3), **options))
-
-    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)))
-    infos.sort(key=lambda info: info.id)
-    assert [(info.id, info.num_workers, info.worker_method) for info in infos] == [
-        (0, 2, "thread"),
-        (1, 2, "thread"),
-    ]
-    assert [info.seed - base_seed for info in infos] == [0, 1]
-    assert all(info.dataset is dataset for info in infos)
-    assert len({id(info.rng.torch_generator) for info in infos}) == 2
-    state = torch_private.generate_state(base_seed, 0)
-    assert infos[0].rng.numpy_generator.random() == np.random.default_rng(state).random()
-    assert torch_worker_info() is None
-    assert torch.random.thread_safe_generator() is None  # type: ignore[attr-defined]
-
-
-@new_torch
-def test_numpys_generator_of_a_thread_depends_on_the_sample_alone() -> None:
-    """With seeding="sample", one thread and three draw the same."""
-
-    def draw_numpy(index: int) -> float:
-        info: Any = torch_worker_info()
-        return float(info.rng.numpy_generator.random())
-
-    dataset = datasets.Made(draw_numpy, 12)
-    epochs = []
-    for num_workers in (1, 3):
-        torch.manual_seed(5)
-        loader = threads(dataset, 2, num_workers=num_workers, seeding="sample")
-        epochs.append(torch.cat(list(loader)).tolist())
-    assert epochs[0] == epochs[1]
-    assert len(set(epochs[0])) == 12
-
-
-class DrawsInThreads(datasets.Made):
-    """Its samples are the same each time, although it draws for them."""
-
-    def __init__(self) -> None:
-        super().__init__(self.draw, 12)
-
-    def draw(self, index: int) -> Any:
-        if torch_worker_info() is not None:  # else the cache takes the sample for random
-            draw(index)
-        return np.full(3, index)
-
-
-def add_draw(sample: Any) -> Any:
-    return sample + np.array([*draw(0)[1:], 0])
-
-
-@new_torch
-def test_a_sample_from_a_cache_draws_what_it_draws_when_it_is_read() -> None:
-    """What the source draws from a thread's generators is undone before the transform."""
-    dataset = CachedDataset(DrawsInThreads(), transform=add_draw)
-    epochs = []
-    for num_cached in (0, 12):
-        assert dataset.cache_info().num_cached >= num_cached
-        torch.manual_seed(5)
-        epochs.append(torch.cat(list(threads(dataset, seeding="sample"))).tolist())
-    assert epochs[0] == epochs[1]
-
-
-class Shards(torch.utils.data.IterableDataset[int]):
-    """Splits itself among workers, as torch's documentation shows it."""
-
-    def __iter__(self) -> Any:
-        info = torch_worker_info()
-        return iter(range(12) if info is None else range(info.id, 12, info.num_workers))
-
-
-@new_torch
-def test_a_stream_within_a_dataset_splits_in_threads_as_in_processes() -> None:
-    """Code that asks whether it runs in a worker gets one answer in both."""
-
-    def read_shard(index: int) -> Any:
-        return list(Shards())
-
-    epochs = []
-    for worker_type in ("process", "thread"):
-        loader = DataLoader(datasets.Made(read_shard, 4), 1, num_workers=2, worker_type=worker_type)
-        epochs.append([torch.cat(batch).tolist() for batch in loader])
-    assert epochs[0] == epochs[1]
-    assert [shard[0] for shard in epochs[0]] == [0, 1, 0, 1]
 
 
 def test_a_process_that_a_thread_forks_is_not_that_thread() -> None:
