@@ -188,6 +188,7 @@ def profile_script(
     """
     from fastload.profiling.hooks import FOLDER
     from fastload.profiling.session import Profile
+    from fastload.system.remote_error import hide_frames
 
     pid = os.getpid()
     profile = Profile((), replay).start()
@@ -195,7 +196,7 @@ def profile_script(
     try:
         run_script(target, args, as_module=as_module, options=options)
     except BaseException as error:
-        _hide_frames(error, FOLDER)
+        hide_frames(error, (FOLDER,))
         has_begun = not isinstance(error, SystemExit) or error.code != USAGE
         raise
     finally:
@@ -205,23 +206,6 @@ def profile_script(
             finally:
                 if has_begun or profile.report().loaders:
                     _save(profile.report(), output)
-
-
-def _hide_frames(error: BaseException | None, folder: str) -> None:
-    """Remove the frames of a folder from the tracebacks of an error, and of those before it, in place."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        steps: list[types.TracebackType] = []
-        step = error.__traceback__
-        while step is not None:
-            steps.append(step)
-            step = step.tb_next
-        for outer in reversed(steps):
-            if not outer.tb_frame.f_code.co_filename.startswith(folder):
-                outer.tb_next, step = step, outer
-        BaseException.with_traceback(error, step)
-        error = error.__cause__ or error.__context__
 
 
 def _save(report: ProfileReport, output: str | None) -> None:

@@ -12,7 +12,7 @@ log = logging.getLogger("fastload")
 
 
 def is_debugging() -> bool:
-    """Whether the environment has FASTLOAD_DEBUG=1, which shows the tracebacks of commands."""
+    """Whether the environment has FASTLOAD_DEBUG=1, which shows full tracebacks."""
     return os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0")
 
 

@@ -181,13 +181,9 @@ class BatchMaker:
         return reply
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:
-        if not self._is_thread:
-            return RemoteError.current(self.where, place)
-        trace = error.__traceback__
-        BaseException.with_traceback(
-            error, trace and trace.tb_next
-        )  # `make` has a reply that holds the error
-        return RemoteError(error, place)
+        if self._is_thread:
+            return RemoteError.itself(error, place)
+        return RemoteError.current(self.where, place)
 
 
 def make_fetcher(
