@@ -135,7 +135,7 @@ class DiskFileStore:
         """What the store holds, and where."""
         return f"{self.num_files:,} files in {readable_size(self.nbytes)} at {self.path}"
 
-    def poll(self, *, is_in_use: bool = True) -> None:
+    def poll(self) -> None:
         """Look for what workers stored, once in a while, for those that are started later."""
         if time.monotonic() >= self._poll_at_s:
             self._look()
