@@ -147,7 +147,7 @@ NO_PAIR, NAMES = "is not a valid pair of caches: pass", '"lmdb:PATH"'
     ],
 )
 def test_what_is_no_dataset_and_no_cache_is_refused(dataset: Any, options: Any, said: str) -> None:
-    """The error says what is missing, or what to give: tiers are RAM over another cache."""
+    """The error says what is missing, or what to give: a pair is RAM over another cache."""
     with pytest.raises(ValueError if options else TypeError, match=said):
         CachedDataset(dataset, **options)
 
