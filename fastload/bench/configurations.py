@@ -33,15 +33,6 @@ class Configuration:
         """Whether torch's loader is used."""
         return self.loader == "torch"
 
-    @property
-    def kind(self) -> str:
-        """The loader and its cache, for display."""
-        return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
-
-    def __str__(self) -> str:
-        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        return f"{self.kind}, {workers}, batch {self.batch_size}"
-
     def code(self, *, has_transform: bool, lmdb_path: str) -> list[str]:
         """The lines of Python that make this loader of variables `dataset` and `transform`.
 

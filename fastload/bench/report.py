@@ -17,9 +17,10 @@ _COLUMNS = ["loader", "cache", "workers", "batch", "first epoch", "later epochs"
 
 def report_lines(result: Result, setup: list[str]) -> list[str]:
     """The whole readable output; see `ending_lines`."""
-    nbytes = result.sample_nbytes
-    whole = readable_size(nbytes * result.length)
-    notes = [f"a decoded sample takes {readable_size(nbytes)}, the whole dataset {whole}"]
+    notes = []
+    if nbytes := result.sample_nbytes:
+        whole = readable_size(nbytes * result.length)
+        notes.append(f"a decoded sample takes {readable_size(nbytes)}, the whole dataset {whole}")
     if result.build_s is not None:
         notes.append(f"the LMDB cache was built once, in {result.build_s:.1f} s, before the first round")
     return [

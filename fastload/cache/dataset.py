@@ -28,7 +28,7 @@ from fastload.cache.build.fill import fill
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiered_cache import TieredCache
+from fastload.cache.tiered_cache import NoCache, TieredCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
@@ -340,7 +340,7 @@ class CachedDataset(Dataset[Any]):
         return self._caller_of(transform)(self._view, index)
 
     def __repr__(self) -> str:
-        cache = type(self.cache).__name__ if self._stores else "no cache"
+        cache = "no cache" if isinstance(self.cache, NoCache) else type(self.cache).__name__
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
         for role, function in (("pre_transform", self.pre_transform), ("transform", self.transform)):
             if function is not None:

@@ -297,7 +297,7 @@ _USAGE = 'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", None or 
 
 
 def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
-    if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded"):
+    if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded", None):
         raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
     backing = _open_one(samples, pair[1])
     shared_as = samples.shared_as

@@ -122,3 +122,10 @@ def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
     ends = (f"[1] {text}", "warning: the machine was busy", "fastest on this machine:")
     places = [lines.index(line) for line in ends]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("nbytes", "is_told"), [(1000, True), (0, False)])
+def test_a_size_that_is_not_known_is_not_told(nbytes: int, is_told: bool) -> None:
+    """As of samples that a cache cannot hold."""
+    lines = report_lines(result(row(TORCH, 10.0), sample_nbytes=nbytes), SETUP)
+    assert any(line.startswith("a decoded sample takes") for line in lines) == is_told

@@ -140,14 +140,14 @@ NO_PAIR, NAMES = "is not a valid pair of caches: pass", '"lmdb:PATH"'
         ({1, 2}, {}, "__getitem__"),
         *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5, ["ram"], ["ram-encoded", "ram"])),
         *(([1], {"cache": ["lmdb:x", "ram", "ram"][i:j]}, NO_PAIR) for i, j in ((0, 0), (0, 2), (1, 3))),
-        ([1], {"cache": ["ram", "lmdb:x", "ram"]}, NO_PAIR),
+        *(([1], {"cache": ["ram", *rest]}, NO_PAIR) for rest in (["lmdb:x", "ram"], ["ram-encoded"], [None])),
         ([1], {"max_memory": "much"}, "max_memory='much'"),
         ([1], {"cache": "memory://bucket/cache"}, 'pass cache="lmdb:memory://bucket/cache"'),
         ([1], {"cache": __file__}, f'pass cache="lmdb:{__file__}"'),
     ],
 )
 def test_what_is_no_dataset_and_no_cache_is_refused(dataset: Any, options: Any, said: str) -> None:
-    """The error says what is missing, or what to give: tiers are RAM over another cache."""
+    """The error says what is missing, or what to give: a pair is RAM over another cache."""
     with pytest.raises(ValueError if options else TypeError, match=said):
         CachedDataset(dataset, **options)
 

@@ -262,3 +262,9 @@ def test_without_shared_memory_files_are_decoded_each_time(photos: Path, monkeyp
     ds = CachedDataset(source, by="file")
     assert ds.fill(0, progress=False) == CacheInfo(len(paths), 0, 0, 0, "files")
     assert all(np.array_equal(ds[index], source[index]) for index in range(len(paths)))
+
+
+def test_a_dataset_by_file_names_its_cache(monkeypatch: Any) -> None:
+    """Its text does not say that there is none."""
+    monkeypatch.setattr(file_cache, "_stores", {})
+    assert repr(CachedDataset([1, 2], by="file")) == "CachedDataset(list of 2 samples, RememberedFiles)"

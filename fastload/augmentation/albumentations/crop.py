@@ -41,8 +41,6 @@ _CROPS = frozenset(
         "RandomCropFromBorders",
     }
 )
-# Transforms that need the whole image.
-_SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 
 
 class CropInDecoder:
@@ -109,8 +107,6 @@ class CropInDecoder:
             return "crops are decoded alone with albumentations 2.0.8, and this is a different release"
         if any(not pipelines.is_of_albumentations(part) for part in (self.pipeline, first)):
             return f"{name} is not a class of albumentations itself"
-        if name in _SCALINGS:
-            return f"{name} needs all pixels"
         if name not in _CROPS:
             return f"the first transform is {name}; only a crop at the start of the pipeline is decoded alone"
         if getattr(first, "p", 0) < 1:

@@ -37,7 +37,6 @@ from fastload.errors import CacheError, CacheMismatchError
 from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import Identity, Unknown, digest, file_system_of, identify_descriptor, is_local
 from fastload.system.disk import write_new
-from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
 from fastload.system.os_errors import why_unreadable, why_unwritable
 
@@ -131,11 +130,7 @@ class DiskFileStore:
         self._look()
         return self._index.segments
 
-    def explain(self) -> str:
-        """What the store holds, and where."""
-        return f"{self.num_files:,} files in {readable_size(self.nbytes)} at {self.path}"
-
-    def poll(self, *, is_in_use: bool = True) -> None:
+    def poll(self) -> None:
         """Look for what workers stored, once in a while, for those that are started later."""
         if time.monotonic() >= self._poll_at_s:
             self._look()
