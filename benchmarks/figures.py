@@ -256,7 +256,8 @@ def range_of_rounds(torch_s: list[float], own_s: list[float], rounds: int) -> st
     size = len(torch_s) // rounds
     starts = range(0, len(torch_s), size)
     ratios = [ratio(torch_s[start : start + size], own_s[start : start + size]) for start in starts]
-    return f"{min(ratios):.2g} to {max(ratios):.2g}"
+    ends = dict.fromkeys(f"{end:.2g}" for end in (min(ratios), max(ratios)))
+    return " to ".join(ends)
 
 
 RIVALS = ("torch", "fastload, only the import", "fastload, cached", "FFCV", "DALI", "SPDL")
