@@ -198,7 +198,9 @@ def test_without_a_garbage_collector_batches_are_returned(no_gc: None, method: A
         slots = iterator._pool.ring.slots if method == "process" else []
         memories |= {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
 
-    assert len(addresses) <= 6
+    # Small batches lie on the heap, where malloc chooses among what is free: few of 100 addresses, not always
+    # the same few. Batches that only a collector returned would have 100.
+    assert len(addresses) <= 25
     assert len(memories) in (range(1, 7) if method == "process" else [0])
 
 
