@@ -109,8 +109,13 @@ def test_arrays_beside_a_tensor_are_no_images() -> None:
 
 def test_boxes_alone_and_the_users_calls_are_left_alone() -> None:
     """Transforms that are not of images, and calls in a dataset inside, pass arrays as they always did."""
-    CachedDataset(Made(lambda index: (IMAGE, index)), ClampBoundingBoxes())[0]
-    CachedDataset(Made(lambda index: Flip()((IMAGE, index))), tuple)[0]
+    for made, transform in (
+        (lambda index: (IMAGE, index), ClampBoundingBoxes()),
+        (lambda index: Flip()((IMAGE, index)), tuple),
+    ):
+        image, index = CachedDataset(Made(made), transform)[1]
+        assert np.array_equal(image, IMAGE)
+        assert index == 1
 
 
 def test_a_folder_says_so_too(photos: Any) -> None:
