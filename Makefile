@@ -6,7 +6,7 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench efficiency bench-peers mutants photos release clean
+.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench gate efficiency bench-peers mutants photos release clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -118,6 +118,12 @@ bench: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/zero_cost.py
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/training.py $(PHOTOS)
+
+# This checkout beside a revision, on the rows that must not get slower; 15 minutes. GATE_ARGS="--only cached" picks rows.
+OLD ?= HEAD
+GATE_ARGS ?=
+gate: $(PHOTOS)/.ready
+	$(BIN)/python benchmarks/gate.py $(OLD) . --photos $(PHOTOS) $(GATE_ARGS)
 
 # Loaders on 1, 2, 4, ... all cores; some minutes.
 efficiency: $(PHOTOS)/.ready

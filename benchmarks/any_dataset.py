@@ -41,7 +41,6 @@ from jpegs import LARGE, SMALL, Size, make_images
 from PIL import Image
 
 import fastload
-from fastload.cache.file_cache import forget_stores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +102,51 @@ class OpenCVPhotos(OwnFiles):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = cv2.imread(self.paths[index], cv2.IMREAD_COLOR_RGB)
         return self.crop(image=image)["image"], self.classes.index(self.labels[index])
+
+
+class PillowPhotos(OwnFiles):
+    """An image and its label, by the calls that an ImageFolder and torchvision's first transforms make.
+
+    For gate_rows.py, where torchvision is not installed.
+
+    Args:
+        folder: Holds a folder for each class.
+        is_resized: Whether images are resized to 256 and cut at random, instead of cut and resized.
+    """
+
+    def __init__(self, folder: str, *, is_resized: bool) -> None:
+        super().__init__(folder)
+        self.is_resized = is_resized
+
+    def begin(self, image: Image.Image) -> Image.Image:
+        """The pixels of 224 x 224 that are kept."""
+        width, height = image.size
+        bilinear = Image.Resampling.BILINEAR
+        if self.is_resized:
+            short = min(width, height)
+            image = image.resize((256 * width // short, 256 * height // short), bilinear)
+            left, top = drawn_to(image.width - 224), drawn_to(image.height - 224)
+            return image.crop((left, top, left + 224, top + 224))
+        share, log_ratio = torch.empty(1).uniform_(0.08, 1), torch.empty(1).uniform_(-0.2877, 0.2877)
+        area, ratio = width * height * share.item(), torch.exp(log_ratio).item()
+        w, h = min(width, round((area * ratio) ** 0.5)), min(height, round((area / ratio) ** 0.5))
+        left, top = drawn_to(width - w), drawn_to(height - h)
+        return image.crop((left, top, left + w, top + h)).resize((224, 224), bilinear)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        with open(self.paths[index], "rb") as file:
+            image = self.begin(Image.open(file).convert("RGB"))
+        if torch.rand(1) < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image, np.uint8, copy=True)).permute((2, 0, 1)).contiguous()
+        mean, std = torch.as_tensor(MEAN).view(-1, 1, 1), torch.as_tensor(STD).view(-1, 1, 1)
+        floats = pixels.to(torch.float32).div(255)
+        return floats.sub_(mean).div_(std), self.classes.index(self.labels[index])
+
+
+def drawn_to(end: int) -> int:
+    """A number of 0 to ``end``, as torchvision draws it."""
+    return int(torch.randint(0, end + 1, size=(1,)))
 
 
 class Masked(OwnFiles):
@@ -247,6 +291,8 @@ CASES: dict[str, tuple[Callable[[str], Any], tuple[Size, ...]]] = {
 
 def question(case: str, size: Size, runs: int) -> list[dict[str, Any]]:
     """One dataset and size: steady epochs, and for ImageFolder the first one."""
+    from fastload.cache.file_cache import forget_stores  # here: gate_rows.py needs public names alone
+
     make_dataset, _ = CASES[case]
     with tempfile.TemporaryDirectory() as work, tempfile.TemporaryDirectory() as cache:
         in_own_process(make_masks if make_dataset is Masked else make_images, Path(work), size)

@@ -100,7 +100,8 @@ INTRODUCTION = """# Benchmarks
 Each script in this folder answers one question; its header has the question, what it leaves out, and the command.
 `make bench` runs the benchmarks that judge changes to the transport, and `make bench-peers` compares other
 libraries, each in its own environment. `make efficiency` measures loaders on 1, 2, 4, ... all cores of a machine, and
-draws `build/efficiency.svg`. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every figure below
+draws `build/efficiency.svg`. `python benchmarks/gate.py OLD NEW` compares two checkouts of fastload on the rows that must
+not get slower. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every figure below
 comes from the file of that name under `results/`; `python benchmarks/figures.py` writes this page. Look at the date:
 the code may have changed since.
 

@@ -132,11 +132,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def commit() -> str:
+def commit(checkout: Path = RESULTS.parent.parent) -> str:
     """The commit that is measured, with a plus if the package differs from it; empty outside a repository."""
-    git = ("git", "-C", str(RESULTS.parent.parent))
+    git = ("git", "-C", str(checkout))
     head = subprocess.run((*git, "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)
-    differs = subprocess.run((*git, "diff", "--quiet", "HEAD", "--", "fastload"), check=False).returncode
+    differs = subprocess.run(
+        (*git, "diff", "--quiet", "HEAD", "--", "fastload"), capture_output=True, check=False
+    ).returncode
     return head.stdout.strip() + "+" * (differs and not head.returncode)
 
 

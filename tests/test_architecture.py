@@ -99,6 +99,22 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
 
+@pytest.mark.parametrize("row", layers.BUDGETS)
+def test_folders_keep_to_their_budget(row: str) -> None:
+    """Of lines of code; whoever needs more finds the mechanism that can go for it."""
+    lines, (budget, _) = layers.lines_of_rows()[row], layers.BUDGETS[row]
+    assert lines <= budget, (
+        f"{row}: {lines:,} lines of code, {lines - budget:,} more than the budget of {budget:,} "
+        "(BUDGETS in docs/layers.py)"
+    )
+
+
+def test_every_file_is_in_one_budget() -> None:
+    """And every name in the table is a folder or a file of the package."""
+    names = " ".join(layers.BUDGETS).split()
+    assert sorted(names) == sorted({layers.layer_of(name) for name in FILES})
+
+
 def test_the_page_names_files_that_exist() -> None:
     """In the table of the layers, each name is a file of its folder; elsewhere names have a folder."""
     page = layers.PAGE.read_text("utf-8")
