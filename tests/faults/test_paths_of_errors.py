@@ -78,11 +78,14 @@ def test_a_folder_of_images(photos: Path, make: Any, mode: str, cache: str | Non
         assert [sample.path for sample in loader.failed_samples] == [path]
 
 
-def test_a_build_that_skips_names_it(photos: Path) -> None:
-    """A cache that is filled reports the path, too."""
+def test_a_cache_that_is_filled(photos: Path) -> None:
+    """It reports the path, whether it skips the sample or raises."""
     folder = fastload.CachedDataset(Folder(photos), cache="ram", by="sample")
     with pytest.raises(fastload.errors.TooManyFailuresError, match=f"{CUT}.jpg"):
         folder.fill(num_workers=0, progress=False, on_error="skip", max_errors=0)
+    with pytest.raises(OSError, match="truncated") as caught:
+        folder.fill(num_workers=0, progress=False)
+    assert f"{CUT}.jpg" in "".join(caught.value.__notes__)
     folder.cache.close()
 
 
