@@ -73,11 +73,11 @@ def path_of(error: BaseException) -> str | None:
     """
     for name in ("path", "filename"):
         try:
-            path = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
+            named = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
         except Exception:  # noqa: BLE001  # no path, or an attribute of a user's class that raises
             continue
-        if path:
-            return path
+        if named:
+            return named
     # Only arguments: another local variable can name a file that was read before, and without an error.
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         code = frame.f_code

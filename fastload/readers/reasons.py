@@ -32,8 +32,8 @@ _MEANINGS = {
 _AGAIN = "changed since it was read before, read with other arguments, or dropped as others needed the memory"
 _NOTHING = (
     "no decoding by a supported library was seen (docs/guides/caching.md lists them). Samples in memory need "
-    "no cache. Decode in the dataset, not in your loop, and in the thread that calls it, not in threads of its "
-    "own; register your own function with fastload.remember()"
+    "no cache. Decode in the dataset, not in your loop, and in the thread that calls it, not in threads of "
+    "its own; register your own function with fastload.remember()"
 )
 
 
