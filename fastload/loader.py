@@ -268,8 +268,7 @@ class DataLoader(LoaderSettings):
         state.has_new_settings = True
         state.buffers = None  # their limit can be new
         if name == "cache":
-            state.judged = recorder_of(self).copied_counts()
-            state.num_samples_before_cache = state.judged.num_samples
+            state.judged = None
             if state.file_cache is not None:
                 state.file_cache.close()
                 state.file_cache = None
@@ -339,10 +338,8 @@ class DataLoader(LoaderSettings):
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
-            # What workers of torch's own find is not counted.
-            look = (
-                functools.partial(look_at_cache, state, self.dataset) if self._why_torch() is None else None
-            )
+            # None: torch's own iterator, which counts nothing of the cache.
+            look = None if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
             iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
         return iterator
 

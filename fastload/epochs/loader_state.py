@@ -62,8 +62,7 @@ class LoaderState:
 
     # What `cache=` has opened; closed by close()
     file_cache: FileCache | None = None
-    num_samples_before_cache: int = 0  # that were read before the present cache= was set
-    judged: Counts | None = None  # the figures when `look_at_cache` last judged it
+    judged: Counts | None = None  # the figures when `look_at_cache` last judged it; None: it has not
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderState, ()  # without an owner: an unpickled or deeply copied loader begins anew
@@ -153,7 +152,7 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
     state.judged = counts
-    may_be_new = before.num_samples - state.num_samples_before_cache < max(1, size)
+    may_be_new = before.num_samples < max(1, size)
     hits, misses = since.cache_hits, since.cache_misses
     name = type(dataset).__name__
     complaint = reasons.complaint(name, hits, misses, +since.miss_reasons, may_be_new=may_be_new)
