@@ -39,8 +39,8 @@ class FailedSample:
 
     Attributes:
         index: The index of the sample in the dataset.
-        path: The file that the error names in its attribute `path` or `filename`, or else the one file that the
-            innermost function of its traceback was given; None if neither is certain.
+        path: The file that the error names in its attribute `path` or `filename`, or else the one file that
+            the innermost function of its traceback was given; None if neither is certain.
         type: The class of the error.
         reason: The text of the error.
         worker: The worker that read the sample; None without workers.
