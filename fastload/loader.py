@@ -339,7 +339,7 @@ class DataLoader(LoaderSettings):
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
             # None: torch's own iterator, which counts nothing of the cache.
-            look = None if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
+            look = bool if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
             iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
         return iterator
 

@@ -152,12 +152,10 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
     state.judged = counts
-    may_be_new = before.num_samples < max(1, size)
-    hits, misses = since.cache_hits, since.cache_misses
-    name = type(dataset).__name__
-    complaint = reasons.complaint(name, hits, misses, +since.miss_reasons, may_be_new=may_be_new)
-    if complaint is not None:
-        say_once(f"cache: {complaint}")
+    amounts = since.cache_hits, since.cache_misses, +since.miss_reasons
+    why = reasons.complaint(type(dataset).__name__, *amounts, may_be_new=before.num_samples < max(1, size))
+    if why is not None:
+        say_once(f"cache: {why}")
 
 
 def recorder_of(loader: Any) -> Recorder:

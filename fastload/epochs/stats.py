@@ -188,11 +188,6 @@ class Recorder:
         if self is not of_process and (counters.cache_hits or counters.cache_misses):
             of_process.add(counters)
 
-    def begin_epoch(self) -> None:
-        """Count an epoch that returned a batch."""
-        with self.lock:
-            self.counts.num_epochs += 1
-
     def count_calls(self) -> None:
         """Count the calls of `next` that wait for it; under `lock`."""
         counts, calls = self.counts, self.calls
@@ -258,7 +253,7 @@ class Clock:
         recorder: Recorder,
         num_workers: int | None,
         began_ns: int,
-        look: Callable[[bool], None] | None = None,
+        look: Callable[[bool], object] = bool,
     ) -> None:
         self.recorder = recorder
         self._look = look
@@ -285,8 +280,7 @@ class Clock:
                 recorder.calls.append(call)
                 if len(recorder.calls) >= _MAX_CALLS:
                     recorder.count_calls()
-                    if self._look is not None:
-                        self._look(False)
+                    self._look(False)
                 return
             counts = recorder.counts
             wait_ns = counts.add_call(call)
@@ -295,7 +289,8 @@ class Clock:
             else:
                 self._has_first = True
                 counts.num_epochs += 1
-                of_process.begin_epoch()
+                with of_process.lock:
+                    of_process.counts.num_epochs += 1
                 counts.first_wait_ns += wait_ns + self._iter_ns
                 counts.workers_ns += self._num_workers * self._iter_ns
 
@@ -305,8 +300,7 @@ class Clock:
             return
         self._has_ended = True
         self.count(called_ns, None, device_wait_ns)
-        if self._look is not None:
-            self._look(True)
+        self._look(True)
 
 
 def stats_of(counts: Counts) -> LoaderStats:

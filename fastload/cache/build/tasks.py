@@ -52,8 +52,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, index: int, error: Exception) -> Failure:
         """The failure of a sample in this process."""
-        path = path_of(error)
-        notes = [f"in sample {index} of the dataset" + ("" if path is None else f", {path}")]
+        notes = [", ".join(filter(None, (f"in sample {index} of the dataset", path_of(error))))]
         if get_worker_info() is not None:
             notes.append(f"raised in a worker process:\n{text_of(error)}")
         if not isinstance(error, _NEVER_LEFT_OUT):
