@@ -207,7 +207,7 @@ def headline() -> str:
     base = "torch DataLoader"
     rounds = len(first[base]["figures"])
     changes = {
-        "fastload, import only": ("the import", "none, where samples cost anything"),
+        "fastload, import only": ("the import", "none, unless samples cost nothing to read"),
         'fastload, cache="ram"': ('the import, and `cache="ram"`', "0.56 MB of memory a photograph"),
         "fastload, CachedDataset": (
             "the dataset: augmentation moves into [`CachedDataset`](docs/guides/caching.md)",

@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.loader_state import explain_cache, recorder_of, state_of, warn_of_few_hits
+from fastload.epochs.loader_state import explain_cache, look_at_cache, recorder_of, state_of
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.through_torch import torch_iterator
@@ -268,7 +268,7 @@ class DataLoader(LoaderSettings):
         state.has_new_settings = True
         state.buffers = None  # their limit can be new
         if name == "cache":
-            state.epochs_before_cache = recorder_of(self).copied_counts().num_epochs
+            state.judged = None
             if state.file_cache is not None:
                 state.file_cache.close()
                 state.file_cache = None
@@ -333,13 +333,14 @@ class DataLoader(LoaderSettings):
         state.has_new_settings = False
         if self._auto_workers is not None:
             self._set_num_workers(self._chosen_number(self._auto_workers))
-        warn_of_few_hits(self)
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
-            iterator.clock = Clock(recorder_of(self), num_workers, began_ns)
+            # None: torch's own iterator, which counts nothing of the cache.
+            look = bool if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
+            iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
         return iterator
 
     def _chosen_number(self, auto_workers: AutoWorkers) -> int:

@@ -284,6 +284,24 @@ def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     assert loader.stats().worker_utilization == 0.75
 
 
+def test_threads_lose_no_hits_of_the_process() -> None:
+    """Loaders of several threads count for `fastload run` together."""
+    before, interval = stats.of_process.copied_counts(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def count(recorder: stats.Recorder) -> None:
+        for _ in range(2000):
+            recorder.add(WorkerCounters(0, 1, 2, {"new": 2}))
+
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(count, [stats.Recorder() for _ in range(4)]))
+    finally:
+        sys.setswitchinterval(interval)
+    counts = stats.of_process.copied_counts().since(before)
+    assert (counts.cache_hits, counts.cache_misses, counts.miss_reasons) == (8000, 16000, {"new": 16000})
+
+
 @given(st.lists(WAIT_NS, max_size=50), st.lists(WAIT_NS, min_size=1, max_size=300))
 def test_quantiles_are_those_of_the_sorted_waits_between_two_moments(earlier_ns: Any, later_ns: Any) -> None:
     """Within the width of a bucket, whatever the waits are; the longest of all is exact."""

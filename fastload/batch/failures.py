@@ -11,9 +11,12 @@ Rules of replacement (`on_error` of the loader):
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import random
+import sys
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +39,8 @@ class FailedSample:
 
     Attributes:
         index: The index of the sample in the dataset.
-        path: The file that the error named; None if it named no file.
+        path: The file that the error names in its attribute `path` or `filename`, or else the one file that
+            the innermost function of its traceback was given; None if neither is certain.
         type: The class of the error.
         reason: The text of the error.
         worker: The worker that read the sample; None without workers.
@@ -63,15 +67,40 @@ class FailedSample:
 
 
 def path_of(error: BaseException) -> str | None:
-    """The file that an error names in its attribute `path` or `filename`; None if it names no file there."""
+    """The file to blame for an error; None if that is not certain.
+
+    This is the attribute `path` or `filename` of the error; else the one existing file that the innermost
+    function of its traceback was given, of those that were given any: a path, an open file, or an image.
+    """
     for name in ("path", "filename"):
         try:
-            path = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
+            named = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
         except Exception:  # noqa: BLE001  # no path, or an attribute of a user's class that raises
             continue
-        if path:
-            return path
+        if named:
+            return named
+    # Only arguments: another local variable can name a file that was read before, and without an error.
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code = frame.f_code
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        paths = {path for name in names if (path := _file_of(frame.f_locals.get(name)))}
+        if paths:
+            return paths.pop() if len(paths) == 1 else None
     return None
+
+
+def _file_of(value: Any) -> str | None:
+    """The path of the existing file that a value names or reads, if any."""
+    try:
+        if (pillow := sys.modules.get("PIL.Image")) is not None and isinstance(value, pillow.Image):
+            value = getattr(value, "filename", None) or getattr(value, "fp", None)
+        for kind, name in (io.TextIOWrapper, "buffer"), (io.BufferedReader, "raw"), (io.FileIO, "name"):
+            if isinstance(value, kind):
+                value = getattr(value, name)
+        is_path = isinstance(value, os.PathLike) or (isinstance(value, str) and {".", os.sep} & {*value})
+        return os.fsdecode(value) if is_path and os.path.isfile(value) else None
+    except Exception:  # noqa: BLE001  # a value of a user's class that raises, or a file without a name
+        return None
 
 
 def _reason(error: BaseException) -> str:

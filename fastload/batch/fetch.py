@@ -202,7 +202,7 @@ class Fetcher:
 
         Args:
             index: The index that `fetch` got.
-            error: The error that `fetch` raised; the text includes its ``path`` or ``filename``.
+            error: The error that `fetch` raised; the text includes its `path_of`.
         """
         num_left = operator.length_hint(self._left)
         if num_left < len(self._indices):  # else a signal handler raised before the first sample was read

@@ -143,9 +143,9 @@ def run(
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
     everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
     --seed-albumentations apply to every loader of the script. At exit, lines on standard error say how many
-    loaders were replaced, how often pixels came from a cache, and whether albumentations pipelines were
-    seeded, which changes the random numbers that they use. Of several ranks, the first one of each machine
-    writes them.
+    loaders were replaced, what caches found and why the rest was decoded, and whether albumentations
+    pipelines were seeded, which changes the random numbers that they use. Of several ranks, the first one of
+    each machine writes them, and counts its own loaders alone.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import

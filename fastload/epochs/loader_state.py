@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset
 
 from fastload.batch.source import inside_subsets
 from fastload.cache.file_cache import open_file_cache
-from fastload.epochs.stats import Recorder
-from fastload.readers import patches, reasons
+from fastload.epochs.stats import Counts, Recorder
+from fastload.readers import reasons
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample
@@ -62,8 +62,7 @@ class LoaderState:
 
     # What `cache=` has opened; closed by close()
     file_cache: FileCache | None = None
-    epochs_before_cache: int = 0  # that began before the present cache= was set
-    cache_counts: tuple[int, int] | None = None  # hits and misses when the second one after them began
+    judged: Counts | None = None  # the figures when `look_at_cache` last judged it; None: it has not
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderState, ()  # without an owner: an unpickled or deeply copied loader begins anew
@@ -122,46 +121,41 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
             return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
     counts = recorder_of(loader).copied_counts()
-    lines = [file_cache.explain()]
-    if counts.cache_hits or counts.cache_misses:
-        lines.append(f"so far: {counts.cache_hits:,} found, {counts.cache_misses:,} decoded")
-        lines += [f"  {line}" for line in reasons.explain(+counts.miss_reasons)]
-    elif not counts.num_batches:
-        lines.append("so far: nothing was read")
-    elif why_torch is not None and loader.num_workers:
-        lines.append(f"what was found is not counted, because torch's own iterator reads: {why_torch}")
+    if why_torch is not None:
+        so_far = [f"what was found is not counted, because torch's own iterator reads: {why_torch}"]
+    elif not counts.num_batches and not counts.cache_misses:
+        so_far = ["nothing was read"]
     else:
-        lines.append(
-            "so far: no file was decoded by a supported library (docs/guides/caching.md lists them) while "
-            "the loader read: decode in the dataset, not in your loop; register your own function with "
-            "fastload.remember()"
-        )
-        names = patches.unmet()
-        if names:
-            lines.append(f"  replaced by other code, and so not remembered: {', '.join(names)}")
-    return "\n".join(lines)
+        so_far = reasons.report(counts.cache_hits, counts.cache_misses, +counts.miss_reasons)
+    return "\n".join([file_cache.explain(), f"so far: {so_far[0]}", *so_far[1:]])
 
 
-def warn_of_few_hits(loader: Any) -> None:
-    """Warn when a cache's third epoch begins if less than half of the files of its second one were found."""
-    state = state_of(loader)
-    if state.file_cache is None or recorder_of(loader).counts.num_epochs - state.epochs_before_cache > 2:
+def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
+    """Warn of a cache that does not serve half of what a loader reads.
+
+    Judges what was read since it last judged: an epoch that has ended, or as many samples as the dataset has.
+    So samplers without an end are judged, and iterators that are made and dropped are no epochs.
+
+    Args:
+        state: Of the loader.
+        dataset: Of the loader.
+        has_ended: Whether an epoch has ended.
+    """
+    cache = state.file_cache
+    if cache is None or (cache.forecast is not None and cache.forecast.has_told):
         return
-    if state.file_cache.forecast is not None and state.file_cache.forecast.has_told:
+    size = 0
+    with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises
+        size = len(dataset)
+    counts, before = state.recorder.copied_counts(), state.judged or Counts()
+    since = counts.since(before)
+    if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
-    counts = recorder_of(loader).copied_counts()
-    if counts.num_epochs - state.epochs_before_cache < 2:
-        state.cache_counts = counts.cache_hits, counts.cache_misses
-        return
-    hits, misses = state.cache_counts or (0, 0)
-    hits, misses = counts.cache_hits - hits, counts.cache_misses - misses
-    if hits < misses:
-        log.warning(
-            "cache: in the second epoch, %s files were found and %s were decoded again. In both epochs:\n%s",
-            f"{hits:,}",
-            f"{misses:,}",
-            "\n".join(reasons.explain(counts.miss_reasons)),
-        )
+    state.judged = counts
+    amounts = since.cache_hits, since.cache_misses, +since.miss_reasons
+    why = reasons.complaint(type(dataset).__name__, *amounts, may_be_new=before.num_samples < max(1, size))
+    if why is not None:
+        say_once(f"cache: {why}")
 
 
 def recorder_of(loader: Any) -> Recorder:

@@ -20,6 +20,8 @@ from fastload.system.humanize import readable_size, readable_time
 from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.workers.messages import WorkerCounters
 
 Size = tuple[int, "int | None"]  # of a batch: its samples, and its bytes (None: unknown)
@@ -162,10 +164,7 @@ class Recorder:
         counts: The figures without those of `calls`; read and changed under `lock`.
         calls: Of `next`, to be counted some hundred at a time: this takes a quarter of the time.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
-        all_hits: Cache hits of all loaders of this process.
     """
-
-    all_hits = 0
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -181,12 +180,13 @@ class Recorder:
             counts = self.counts
             counts.busy_us += counters.busy_us
             counts.cache_hits += counters.cache_hits
-            Recorder.all_hits += counters.cache_hits
             counts.cache_misses += counters.cache_misses
             if counters.miss_reasons:
                 counts.miss_reasons.update(counters.miss_reasons)
             counts.num_copies += counters.num_copies
             counts.num_restarts += counters.num_restarts
+        if self is not of_process and (counters.cache_hits or counters.cache_misses):
+            of_process.add(counters)
 
     def count_calls(self) -> None:
         """Count the calls of `next` that wait for it; under `lock`."""
@@ -230,6 +230,11 @@ class Recorder:
         return Pace(busy_s, step_s, wait_s, start_s)
 
 
+of_process = Recorder()  # the caches and epochs of all loaders of this process
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: globals().update(of_process=Recorder()))
+
+
 class Clock:
     """Measures one epoch of one iterator: the consumer's steps and its waits.
 
@@ -237,13 +242,21 @@ class Clock:
         recorder: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
+        look: Called at the end of the epoch, with True, and after each few hundred batches, with False.
 
     Attributes:
         recorder: As given.
     """
 
-    def __init__(self, recorder: Recorder, num_workers: int | None, began_ns: int) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        num_workers: int | None,
+        began_ns: int,
+        look: Callable[[bool], object] = bool,
+    ) -> None:
         self.recorder = recorder
+        self._look = look
         self._num_workers = num_workers or 0
         # When the loader last returned to its caller, at first from iter(loader).
         self._returned_ns = time.perf_counter_ns()
@@ -267,6 +280,7 @@ class Clock:
                 recorder.calls.append(call)
                 if len(recorder.calls) >= _MAX_CALLS:
                     recorder.count_calls()
+                    self._look(False)
                 return
             counts = recorder.counts
             wait_ns = counts.add_call(call)
@@ -275,6 +289,8 @@ class Clock:
             else:
                 self._has_first = True
                 counts.num_epochs += 1
+                with of_process.lock:
+                    of_process.counts.num_epochs += 1
                 counts.first_wait_ns += wait_ns + self._iter_ns
                 counts.workers_ns += self._num_workers * self._iter_ns
 
@@ -284,6 +300,7 @@ class Clock:
             return
         self._has_ended = True
         self.count(called_ns, None, device_wait_ns)
+        self._look(True)
 
 
 def stats_of(counts: Counts) -> LoaderStats:

@@ -115,15 +115,28 @@ def _report(pid: int) -> None:
     if os.getpid() != pid:
         return
     number = state.num_replaced
+    stats = sys.modules.get("fastload.epochs.stats")
+    counts = None if stats is None else stats.of_process.copied_counts()
+    from fastload.system.ranks import number_in
+
+    where = f"in process {pid}"
+    if (rank := number_in("RANK")) is not None and (number_in("WORLD_SIZE") or 1) > 1:
+        where += f", rank {rank} (those of the other ranks are not counted)"
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
-    if number or (has_begun and not _is_child() and not _have_children_replaced()):
-        state.say(f"replaced {number or 'no'} torch DataLoader{'s' * (number > 1)} in process {pid}")
+    if number or (
+        has_begun and not (counts and counts.num_epochs) and not _is_child() and not _have_children_replaced()
+    ):
+        state.say(f"replaced {number or 'no'} torch DataLoader{'s' * (number > 1)} {where}")
     if number and _is_child() and (path := _note()) is not None:
         with contextlib.suppress(OSError), open(path, "ab") as note:
             note.write(b"1")
-    stats = sys.modules.get("fastload.epochs.stats")
-    if stats is not None and (hits := stats.Recorder.all_hits):
-        state.say(f"the pixels of a file or sample came from a cache {hits:,} times in process {pid}")
+    if counts is not None and counts.num_epochs:
+        from fastload.readers.reasons import report
+        from fastload.readers.request import requested_cache
+
+        if counts.cache_hits or counts.cache_misses or requested_cache(None):
+            first, *rest = report(counts.cache_hits, counts.cache_misses, +counts.miss_reasons)
+            state.say("\n".join([f"cache {where}: {first}", *rest]))
     if state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "

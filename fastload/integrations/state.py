@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastload.system.logs import log, write_stderr
+from fastload.system.logs import write_stderr
 
 
 @dataclass
@@ -28,13 +28,12 @@ class State:
     seeds_pipelines: bool = False
 
     def say(self, text: str) -> None:
-        """Log a line; under `fastload run` the first rank also writes it to standard error.
+        """Under `fastload run`, write a line to standard error, in the first rank of each machine.
 
         Worker processes write nothing: they are daemon processes, in fastload and in torch.
         """
         from multiprocessing import process
 
-        log.info("%s", text)
         is_worker = process.current_process().daemon
         if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
             write_stderr(f"fastload: {text}\n")

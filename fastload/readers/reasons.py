@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastload.readers import patches
 from fastload.readers.decode_cache import FULL, NEW, NO_SPACE, OTHER_FORMAT, SEVERAL_FRAMES, UNUSUAL
 from fastload.readers.identity import SETTLED_REMOTE_S, SETTLED_S, Unknown
 
@@ -28,7 +29,43 @@ _MEANINGS = {
 }
 
 
-def explain(reasons: Mapping[str, int]) -> list[str]:
-    """A line for each reason, the most frequent first."""
+_AGAIN = "changed since it was read before, read with other arguments, or dropped as others needed the memory"
+_NOTHING = (
+    "no decoding by a supported library was seen (docs/guides/caching.md lists them). Samples in memory need "
+    "no cache. Decode in the dataset, not in your loop, and in the thread that calls it, not in threads of "
+    "its own; register your own function with fastload.remember()"
+)
+
+
+def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
+    """What a cache did: a line with the figures, and one for each reason, the most frequent first."""
+    if not hits and not misses:
+        names = patches.unmet()
+        why = [f"  replaced by other code, and so not remembered: {', '.join(names)}"] if names else []
+        return [_NOTHING, *why]
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
-    return [f"{count:,} {reason}: {_MEANINGS[reason]}" for reason, count in ordered]
+    lines = [f"  {count:,} {reason}: {_MEANINGS[reason]}" for reason, count in ordered]
+    return [f"{hits:,} found, {misses:,} decoded", *lines]
+
+
+def complaint(
+    name: str, hits: int, misses: int, reasons: Mapping[str, int], *, may_be_new: bool
+) -> str | None:
+    """Why a cache does not serve half of what was read, without figures; None if it does, or soon will.
+
+    Args:
+        name: Of what reads.
+        hits: What was found.
+        misses: What was decoded.
+        reasons: Why.
+        may_be_new: Whether not all samples were read before.
+    """
+    pending = {NEW, Unknown.TOO_NEW.value} if may_be_new else set()
+    lost = {reason: count for reason, count in reasons.items() if reason not in pending}
+    if 2 * sum(lost.values()) < hits + misses:
+        return None
+    if not lost:
+        return "\n".join([f"nothing that {name} reads is remembered:", *report(0, 0, {})])
+    meanings = {**_MEANINGS, NEW: _AGAIN}
+    lines = [f"  {reason}: {meanings[reason]}" for reason in sorted(lost)]
+    return "\n".join([f"half or more of what {name} reads is not found; see loader.explain():", *lines])

@@ -291,7 +291,7 @@ def test_failures_are_told_together_and_the_rest_is_kept(executors: Any, tmp_pat
     assert told.startswith(
         f"2 of 4 shards were not built: shard 1/4 on {os.uname().nodename}: ImageReadError: "
     )
-    assert "; in sample 7 of the dataset; shard 4/4 on " in told
+    assert "; in sample 7 of the dataset, 7.jpg; shard 4/4 on " in told
     assert f"Finished shards are kept at {tmp_path}/cache.partial" in caught.value.__notes__[-1]
     executor = executors()
     assert build_on(executor, images(40), tmp_path / "cache", num_cpus=2).num_cached == 40

@@ -447,7 +447,41 @@ def test_files_are_remembered_for_every_loader_of_a_script(tmp_path: Path, run: 
     done = run("run", "--cache", "ram", "reads.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{2 * sum(range(192))}"] * 4
-    assert "the pixels of a file or sample came from a cache 7 times" in done.stderr
+    assert re.search(r"^fastload: cache in process \d+: 7 found, 1 decoded$", done.stderr, re.MULTILINE)
+    assert ("replaced no" in done.stderr, "1 new: read" in done.stderr) == (False, True)
+
+
+@pytest.mark.parametrize("words", ["", "--quiet"])
+def test_lines_at_the_end_come_once_or_never(tmp_path: Path, run: Run, words: str) -> None:
+    """A program that shows log lines of every level gets them on standard error alone."""
+    (tmp_path / "logs.py").write_text(
+        "import logging\nlogging.basicConfig(level=logging.INFO)\n" + READS.format(loader="torch.utils.data")
+    )
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
+    done = run("run", *words.split(), "--cache", "ram", "logs.py")
+    counts = [done.stderr.count(text) for text in ("replaced ", " found, ")]
+    assert counts == ([0, 0] if words else [1, 1]), done.stderr
+
+
+@pytest.mark.parametrize("loader", ["torch.utils.data", "fastload"])
+def test_a_cache_of_no_use_is_told(tmp_path: Path, run: Run, loader: str) -> None:
+    """Where samples are in memory, after one epoch as well; the warning and the line at the end say why."""
+    (tmp_path / "memory.py").write_text(f"import {loader}\nlist({loader}.DataLoader([1, 2]))\n")
+    told = run("run", "--cache", "ram", "memory.py").stderr
+    assert "cache: nothing that list reads is remembered:\n" in told
+    assert re.search(r"fastload: cache in process \d+: no decoding by a supported library was seen", told)
+    assert "cache" not in run("run", "memory.py").stderr
+
+
+def test_a_rank_says_whose_hits_it_counts(tmp_path: Path, run: Run) -> None:
+    """Its own, as one of several."""
+    (tmp_path / "memory.py").write_text(
+        "import os, fastload\n"
+        "os.environ.update(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2')\n"
+        "list(fastload.DataLoader([1, 2]))\n"
+    )
+    told = run("run", "--cache", "ram", "memory.py").stderr
+    assert ", rank 0 (those of the other ranks are not counted): " in told
 
 
 # Prints each batch; the script's argument says how it ends, most often in the middle of the epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +37,11 @@ from fastload.readers.decode_cache import (
 )
 from fastload.readers.identity import Unknown
 from fastload.readers.request import CACHE_VARIABLE
+from fastload.system.logs import say_once
 from tests.kit import torchs_own
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SIZE = 12
 
@@ -326,7 +329,7 @@ def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: 
     loader.close()
 
 
-def test_a_cache_that_is_set_after_an_epoch_is_judged_by_its_own_second_one(
+def test_a_cache_that_is_set_after_an_epoch_is_judged_by_its_own_epochs(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first epoch of the cache, which is not the first one of the loader, has no hits, and no warning."""
@@ -337,20 +340,90 @@ def test_a_cache_that_is_set_after_an_epoch_is_judged_by_its_own_second_one(
         for _ in range(4):
             list(loader)
     assert loader.stats().cache_hits
-    assert not [text for text in caplog.messages if "decoded again" in text]
+    assert not [text for text in caplog.messages if "is not found" in text]
     loader.close()
 
 
-def test_few_hits_are_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def complaints(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What a cache that serves less than half has said."""
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "fastload"):
+        yield lambda: [text for text in caplog.messages if text.startswith("cache: ")]
+
+
+def test_few_hits_are_told_once(folder: Path, complaints: Callable[[], list[str]]) -> None:
     """If files keep changing, a warning after the second epoch says why they were decoded again."""
     loader = fastload.DataLoader(Photos(folder), 4, cache="ram")
     identity.SETTLED_S = 1e9
-    with caplog.at_level(logging.WARNING, "fastload"):
-        for _ in range(4):
-            list(loader)
-    told = [record.getMessage() for record in caplog.records if "second epoch" in record.getMessage()]
-    assert len(told) == 1
-    assert "24 changed a moment ago" in told[0]
+    list(loader)
+    assert not complaints()
+    for _ in range(3):
+        list(loader)
+    (told,) = complaints()
+    assert "half or more of what Photos reads is not found" in told
+    assert "changed a moment ago" in told
+    loader.close()
+
+
+class Pairs(Photos):
+    """A photo, and a mask in a format that is not remembered."""
+
+    def __getitem__(self, index: int) -> Any:
+        gif = self.paths[index].with_suffix(".gif")
+        if not gif.exists():
+            Image.new("P", (8, 8)).save(gif)
+        return super().__getitem__(index), np.asarray(Image.open(gif))
+
+
+class Threads(Photos):
+    """Reads in a thread of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(super().__getitem__, index).result()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Pillow keeps GIFs open
+@pytest.mark.parametrize("options", WORKERS[:2])
+@pytest.mark.parametrize(("make", "why"), [(Pairs, "in a format that"), (Threads, "threads of its own")])
+def test_a_cache_that_serves_half_or_nothing_is_told_after_one_epoch(
+    folder: Path, complaints: Callable[[], list[str]], options: dict[str, Any], make: Any, why: str
+) -> None:
+    """Also of a loader that nobody holds while it is read."""
+    for _ in fastload.DataLoader(make(folder), 4, cache="ram", collate_fn=list, **options):
+        pass
+    (told,) = complaints()
+    assert why in told
+    loader = fastload.DataLoader(make(folder), 4, cache="ram", collate_fn=list, **options)
+    list(loader)
+    assert why in loader.explain()
+    assert len(complaints()) == 1
+    loader.close()
+
+
+@pytest.mark.parametrize("make", [Photos, Threads])
+def test_a_sampler_without_an_end_is_judged(
+    folder: Path, complaints: Callable[[], list[str]], make: Any
+) -> None:
+    """By as many samples as the dataset has, some hundred batches at the latest."""
+    dataset = make(folder)
+    with fastload.DataLoader(dataset, 1, sampler=itertools.cycle(range(len(dataset))), cache="ram") as loader:
+        for _ in zip(range(300), loader, strict=False):
+            pass
+    assert len(complaints()) == (make is Threads)
+
+
+def test_iterators_that_are_dropped_are_no_epochs(folder: Path, complaints: Callable[[], list[str]]) -> None:
+    """Prefetchers make them; their batches are no reason to warn."""
+    loader = fastload.DataLoader(
+        Photos(folder), 4, cache="ram", num_workers=1, multiprocessing_context="fork"
+    )
+    for _ in range(4):
+        next(iter(loader))
+    for _ in range(3):
+        list(loader)
+    assert not complaints()
     loader.close()
 
 
@@ -405,6 +478,13 @@ class TestExplain:
             list(loader)
             assert "OwnFork" in loader.explain()
 
+    def test_a_data_pipe_without_workers_counts_nothing_either(self, folder: Path) -> None:
+        """It is read by torch's own iterator."""
+        pipe = tud.datapipes.map.SequenceWrapper(Photos(folder), deepcopy=False)
+        with fastload.DataLoader(pipe, 4, cache="ram") as loader:
+            list(loader)
+            assert "is not counted, because torch's own iterator reads" in loader.explain()
+
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""
         assert 'cache="ram"' in fastload.DataLoader(Photos(folder)).explain()
@@ -422,7 +502,7 @@ class TestExplain:
     def test_every_reason_has_a_meaning(self) -> None:
         """The reasons that readers count are those that explain() knows."""
         names = {NEW, FULL, UNUSUAL, SEVERAL_FRAMES, OTHER_FORMAT, *(reason.value for reason in Unknown)}
-        assert len(reasons.explain(dict.fromkeys(names, 1))) == len(names)
+        assert len(reasons.report(0, len(names), dict.fromkeys(names, 1))) == 1 + len(names)
 
 
 class TestByFile:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fastload.batch.failures import FailedSample
+from fastload.batch.failures import FailedSample, path_of
 from fastload.batch.source import read_tasks_ahead
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
@@ -52,7 +52,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, index: int, error: Exception) -> Failure:
         """The failure of a sample in this process."""
-        notes = [f"in sample {index} of the dataset"]
+        notes = [", ".join(filter(None, (f"in sample {index} of the dataset", path_of(error))))]
         if get_worker_info() is not None:
             notes.append(f"raised in a worker process:\n{text_of(error)}")
         if not isinstance(error, _NEVER_LEFT_OUT):
