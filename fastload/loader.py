@@ -266,7 +266,7 @@ class DataLoader(LoaderSettings):
         """Let the next `iter(loader)` begin with the new value of an option."""
         state = state_of(self)
         state.has_new_settings = True
-        state.buffers = None  # their limit can be new
+        state.buffers.clear()  # their limit can be new
         if name == "cache":
             state.judged = None
             if state.file_cache is not None:
@@ -498,7 +498,7 @@ class DataLoader(LoaderSettings):
             state.file_cache.close()
             state.file_cache = None
         patches.release(state)
-        state.buffers = None  # those that a loader without workers keeps between its epochs
+        state.buffers.clear()  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:
         return self
