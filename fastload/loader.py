@@ -28,13 +28,20 @@ from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator
 from fastload.readers import patches
-from fastload.rng.generators import warn_of_unseeded
+from fastload.rng.generators import tell_of_other_draws, warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.system.notes import add_note, suggest_arguments
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
+from fastload.workers.settings import (
+    OPTION_NAMES,
+    LoaderSettings,
+    Options,
+    default_options,
+    pool_type_of,
+    shown_worker_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -365,9 +372,13 @@ class DataLoader(LoaderSettings):
 
     def _host_iterator(self, backend: Backend | None = None) -> Any:
         state = state_of(self)
-        if self.seeding == "sample" and not state.has_searched_generators:
+        if not state.has_searched_generators:
             state.has_searched_generators = True
-            warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
+            searched = self.dataset, vars(self)["collate_fn"]
+            if self.seeding == "sample":
+                warn_of_unseeded(*searched)
+            elif self.seed_albumentations and self.num_workers and not _is_of_monai(self.worker_init_fn):
+                tell_of_other_draws(*searched)
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
@@ -387,9 +398,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         settings = {
-            f"worker_type={self.worker_type!r}".replace("'", '"'): (
-                not pool_type_of(self.worker_type).uses_multiprocessing
-            ),
+            shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
             'seeding="sample"': self.seeding == "sample",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
@@ -505,6 +514,11 @@ class DataLoader(LoaderSettings):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _is_of_monai(init: Any) -> bool:
+    """Whether a `worker_init_fn` is MONAI's own, which seeds its transforms as with torch's loader."""
+    return str(getattr(init, "__module__", "")).startswith("monai.")
 
 
 @functools.cache
