@@ -121,7 +121,8 @@ class DataLoader(LoaderSettings):
             The cluster is the one that `ray.init()` has connected to, or that ``RAY_ADDRESS`` or `RayWorkers`
             names. Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
-            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
+            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why, with a
+            warning if there should be a GPU. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
             and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
             torch does. "mps" and "xpu" are experimental and prefetch nothing.
@@ -436,7 +437,8 @@ class DataLoader(LoaderSettings):
         """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
 
         The position counts the batches that the caller has received, not those prefetched; with several
-        iterators at a time, those of the one that began last. A copy of the loader has no position. The call
+        iterators at a time, those of the one that began last. A batch that an error kept from the caller does
+        not count before the next one is received. A copy of the loader has no position. The call
         takes microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read
         the dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
         subclass whose iterators do not take their batches from this class needs its own method.
@@ -459,8 +461,8 @@ class DataLoader(LoaderSettings):
 
         Every rank can load the state that one rank saved; each skips that many batches of its own share.
 
-        Nothing in the state is unpickled or run. After an error the loader, its samplers and all generators
-        are unchanged, and a state loaded before stays loaded.
+        Nothing in the state is unpickled or run. After an error the loader, its workers, samplers and dataset
+        and all generators are unchanged, and a state loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
