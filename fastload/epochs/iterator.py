@@ -30,7 +30,7 @@ class EpochIterator:
 
     owner: weakref.ref[LoaderSettings]
     cursor: EpochCursor
-    turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
     num_measured_workers: int | None = None
     device_wait_ns: int = 0

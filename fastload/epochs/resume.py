@@ -394,7 +394,8 @@ def _needed_workers(loader: DataLoader[Any], loaded: EpochCursor) -> int:
     auto_workers = getattr(loader, "_auto_workers", None)
     if auto_workers is None or loaded.dataset_states is None:
         return loader.num_workers
-    return max(auto_workers.minimum, 0 if loaded.iterator_kind == "local" else len(loaded.dataset_states))
+    number = 0 if loaded.iterator_kind == "local" else len(loaded.dataset_states)
+    return max(number, int(auto_workers.minimum))
 
 
 def _set_own_dataset(loader: DataLoader[Any], loaded: EpochCursor) -> None:
