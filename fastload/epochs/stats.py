@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from fastload.system.humanize import readable_size, readable_time
 from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
