@@ -28,13 +28,20 @@ from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator
 from fastload.readers import patches
-from fastload.rng.generators import warn_of_unseeded
+from fastload.rng.generators import tell_of_other_draws, warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.system.notes import add_note, suggest_arguments
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
+from fastload.workers.settings import (
+    OPTION_NAMES,
+    LoaderSettings,
+    Options,
+    default_options,
+    pool_type_of,
+    shown_worker_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -114,7 +121,8 @@ class DataLoader(LoaderSettings):
             The cluster is the one that `ray.init()` has connected to, or that ``RAY_ADDRESS`` or `RayWorkers`
             names. Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
-            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
+            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why, with a
+            warning if there should be a GPU. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
             and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
             torch does. "mps" and "xpu" are experimental and prefetch nothing.
@@ -266,7 +274,7 @@ class DataLoader(LoaderSettings):
         """Let the next `iter(loader)` begin with the new value of an option."""
         state = state_of(self)
         state.has_new_settings = True
-        state.buffers = None  # their limit can be new
+        state.buffers.clear()  # their limit can be new
         if name == "cache":
             state.judged = None
             if state.file_cache is not None:
@@ -365,9 +373,13 @@ class DataLoader(LoaderSettings):
 
     def _host_iterator(self, backend: Backend | None = None) -> Any:
         state = state_of(self)
-        if self.seeding == "sample" and not state.has_searched_generators:
+        if not state.has_searched_generators:
             state.has_searched_generators = True
-            warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
+            searched = self.dataset, vars(self)["collate_fn"]
+            if self.seeding == "sample":
+                warn_of_unseeded(*searched)
+            elif self.seed_albumentations and self.num_workers and not _is_of_monai(self.worker_init_fn):
+                tell_of_other_draws(*searched)
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
@@ -387,9 +399,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         settings = {
-            f"worker_type={self.worker_type!r}".replace("'", '"'): (
-                not pool_type_of(self.worker_type).uses_multiprocessing
-            ),
+            shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
             'seeding="sample"': self.seeding == "sample",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
@@ -427,7 +437,8 @@ class DataLoader(LoaderSettings):
         """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
 
         The position counts the batches that the caller has received, not those prefetched; with several
-        iterators at a time, those of the one that began last. A copy of the loader has no position. The call
+        iterators at a time, those of the one that began last. A batch that an error kept from the caller does
+        not count before the next one is received. A copy of the loader has no position. The call
         takes microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read
         the dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
         subclass whose iterators do not take their batches from this class needs its own method.
@@ -450,8 +461,8 @@ class DataLoader(LoaderSettings):
 
         Every rank can load the state that one rank saved; each skips that many batches of its own share.
 
-        Nothing in the state is unpickled or run. After an error the loader, its samplers and all generators
-        are unchanged, and a state loaded before stays loaded.
+        Nothing in the state is unpickled or run. After an error the loader, its workers, samplers and dataset
+        and all generators are unchanged, and a state loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
@@ -498,13 +509,18 @@ class DataLoader(LoaderSettings):
             state.file_cache.close()
             state.file_cache = None
         patches.release(state)
-        state.buffers = None  # those that a loader without workers keeps between its epochs
+        state.buffers.clear()  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _is_of_monai(init: Any) -> bool:
+    """Whether a `worker_init_fn` is MONAI's own, which seeds its transforms as with torch's loader."""
+    return str(getattr(init, "__module__", "")).startswith("monai.")
 
 
 @functools.cache

@@ -7,9 +7,11 @@ pickles the plain objects in it.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import pickle
+import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastload.errors import BatchLostError, ResumeError
@@ -128,14 +130,18 @@ class DatasetReader:
 
     def __init__(self, dataset: Any, *, is_iterable: bool, state: DatasetState | None) -> None:
         self.samples: Any = None
+        loads = state is not None and bool(state.data)
         if is_iterable:
+            before = _attributes(dataset) if loads else None
             self.samples = _iterator_at(dataset, state)
-        elif state is not None and state.data:
+        elif state is not None and loads:
             dataset.load_state_dict(state.load())
         self._is_own_iterator = self.samples is None or self.samples is dataset
         # The dataset and its iterator, if their state is requested.
         owners = (dataset, None if self.samples is dataset else self.samples)
         self._owners = [owner if state is not None and keeps_state(owner) else None for owner in owners]
+        if is_iterable and self._owners[0] is not None and self._owners[1] is None:
+            self.samples = _watched(dataset, self.samples, before)
         self.has_ended = state == ENDED
         self.num_batches = 0 if state is None else state.num_batches
         self.num_to_read_again = state.num_to_read_again if is_iterable and state is not None else 0
@@ -223,3 +229,100 @@ def _is_at(dataset: Any, state: DatasetState) -> bool:
         return bool(dataset.state_dict() == state.load())
     except Exception:  # noqa: BLE001  # tensors and arrays, or a state_dict() that fails at this moment
         return False
+
+
+# --- streams that begin each epoch at the state that they loaded last ------------------------------------
+#
+# Hugging Face's do, and streams that wrap one: their later epochs would lack what came before the state. If
+# an epoch is found to begin where the resumed one did, the attributes that `load_state_dict` had set get
+# their values back, and the epoch begins anew. Streams whose state goes on with the epochs are left alone.
+
+_Attributes = dict[
+    tuple[int, str], tuple[dict[str, Any], Any]
+]  # a `__dict__` and a value in it, by its place
+_ABSENT: Any = object()
+_MAX_PARTS = 100  # of a list or dict that are looked at
+
+
+class _Resumed(NamedTuple):
+    """What a stream was before it loaded a state, and where it stood after a sample since; LOST: unknown."""
+
+    changed: _Attributes
+    first: DatasetState
+
+
+_resumed: weakref.WeakKeyDictionary[Any, _Resumed] = weakref.WeakKeyDictionary()
+
+
+def _attributes(owner: Any, found: _Attributes | None = None) -> _Attributes:
+    """The attributes of a stream, and of the parts in them that have states of their own."""
+    found = {} if found is None else found
+    attributes = getattr(owner, "__dict__", {})
+    for name, value in list(attributes.items()):
+        place = id(attributes), name
+        if place in found:
+            continue
+        found[place] = attributes, value
+        parts = value.values() if isinstance(value, dict) else value
+        for part in (
+            itertools.islice(parts, _MAX_PARTS) if isinstance(value, (dict, list, tuple)) else [value]
+        ):
+            if keeps_state(part):
+                _attributes(part, found)
+    return found
+
+
+def _watched(dataset: Any, samples: Iterator[Any], before: _Attributes | None) -> Iterator[Any]:
+    """The samples of an epoch, watched if a state was loaded for this one, or for the last one.
+
+    Args:
+        dataset: A stream with a state.
+        samples: Its iterator.
+        before: What it was before it loaded a state for this epoch; None: it has not.
+    """
+    try:
+        resumed = _resumed.get(dataset)
+    except TypeError:  # without a hash or weak references nothing can be noted
+        return samples
+    if before is not None:
+        changed = {
+            place: (attributes, before.get(place, (None, _ABSENT))[1])
+            for place, (attributes, value) in _attributes(dataset).items()
+            if place not in before or before[place][1] is not value
+        }
+        changed |= {} if resumed is None else resumed.changed
+        resumed = _resumed[dataset] = _Resumed(changed, LOST)
+    return samples if resumed is None else _WatchedSamples(dataset, samples)
+
+
+class _WatchedSamples:
+    """Looks where a stream stands after its first sample, in a resumed epoch and in the next one."""
+
+    def __init__(self, dataset: Any, samples: Iterator[Any]) -> None:
+        self._dataset = dataset
+        self._samples = samples
+        self._is_first = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._is_first:
+            return next(self._samples)
+        sample = next(self._samples, _ABSENT)
+        self._is_first = False
+        resumed = _resumed.pop(self._dataset, None)
+        if resumed is not None and resumed.first is LOST:
+            with contextlib.suppress(Exception):  # of a state_dict() that fails at this moment
+                first = ENDED if sample is _ABSENT else DatasetState.of(self._dataset.state_dict())
+                _resumed[self._dataset] = resumed._replace(first=first)
+        elif resumed is not None and (
+            resumed.first is ENDED if sample is _ABSENT else _is_at(self._dataset, resumed.first)
+        ):
+            for (_, name), (attributes, value) in resumed.changed.items():
+                attributes.pop(name, None) if value is _ABSENT else attributes.update({name: value})
+            self._samples = iter(self._dataset)
+            return next(self._samples)
+        if sample is _ABSENT:
+            raise StopIteration
+        return sample

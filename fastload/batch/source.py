@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_in
 
 from fastload.batch.packing import is_plain
 from fastload.nested.tensors import tensor_array, tensor_over
+from fastload.system.torch_private import has_own_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -148,7 +149,7 @@ def positions_of(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | 
 
 def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
     """The dataset inside torch's Subset, also nested ones, and the indices of these samples there."""
-    while type(dataset) is Subset:
+    while type(dataset) is Subset and has_own_methods(dataset, Subset):
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
     return dataset, indices
@@ -159,10 +160,10 @@ def batch_source_of(dataset: Any) -> BatchSource | None:
     dataset, _ = inside_subsets(dataset)
     if type(dataset) is range:
         return _RangeSource(dataset)
-    if type(dataset) is TensorDataset:
+    if type(dataset) is TensorDataset and has_own_methods(dataset, TensorDataset):
         return _TensorSource(dataset)
     for cls in type(dataset).__mro__:
-        if "__batch_source__" in vars(cls):
+        if "__batch_source__" in vars(cls) and has_own_methods(dataset, cls):
             source: BatchSource | None = dataset.__batch_source__()
             return source
         if "__getitem__" in vars(cls) or "__getitems__" in vars(cls):
@@ -179,7 +180,8 @@ def reads_ahead(dataset: Any) -> bool:
 
 
 def _has_method(dataset: Any) -> bool:
-    has_method = callable(getattr(type(dataset), "read_ahead", None))
+    cls = type(dataset)
+    has_method = callable(getattr(cls, "read_ahead", None)) and has_own_methods(dataset, cls)
     return has_method and bool(getattr(dataset, "_reads_ahead", True))
 
 
@@ -193,7 +195,7 @@ def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
 def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
     """The datasets inside torch's Subset and ConcatDataset, and the indices of these samples in each."""
     dataset, indices = inside_subsets(dataset, indices)
-    if type(dataset) is not ConcatDataset:
+    if type(dataset) is not ConcatDataset or not has_own_methods(dataset, ConcatDataset):
         return [(dataset, indices)]
     of_part: list[list[int]] = [[] for _ in dataset.datasets]
     for index in indices:

@@ -129,8 +129,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         reason = why_unavailable(None)
         if reason is None:
             return _CUDABackend(None)
-        # A machine without a GPU needs no warning, but a GPU that torch cannot use does.
-        level = logging.WARNING if any(map(os.path.exists, _DRIVERS)) else logging.INFO
+        level = logging.WARNING if _expects_gpu() else logging.INFO
         say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
         return None
     if requested.type == "cpu":
@@ -146,6 +145,14 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
         return SynchronousDevice(requested)
     return _CUDABackend(requested.index)
+
+
+def _expects_gpu() -> bool:
+    """Whether this machine, or its scheduler, has a GPU for this process: without it, something is wrong."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return any(map(os.path.exists, _DRIVERS))
+    return visible.strip() not in ("", "-1")  # these hide all GPUs on purpose
 
 
 def why_unavailable(index: int | None) -> str | None:

@@ -7,6 +7,7 @@ import itertools
 import marshal
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from fastload.rng.keys import BatchKey
 from fastload.system.torch_private import index_sampler
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
@@ -50,8 +50,8 @@ class EpochCursor:
                                              v received before       |
                           +------------->  WITHIN                    |
                           |                |    |                    |
-                          +-- advance() ---+    | end(): the caller  |
-                                                v saw the end        |
+                          +-- advance() ---+    | receive_end()      |
+                                                v                    |
                                             FINISHED --- iter(loader): a new cursor
 
     A loaded cursor is read from a dict (`saved_cursor`) and never advanced: `iter(loader)` begins a new
@@ -87,8 +87,9 @@ class EpochCursor:
         sharding: The facts about the order that are the same on every rank.
         is_iterable: Whether the dataset is iterable-style.
         error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
-        ahead: The arguments of `advance` for batches fetched but not yet received by the caller; None if
-            nothing is prefetched.
+        ahead: The arguments of `advance` for batches that were fetched, and that the caller has not received:
+            they are prefetched, or an error came instead of them.
+        has_ended: Whether no batch is left to be fetched.
         fetched_number: The number of the last fetched batch. It is a guess where torch's own workers fetch
             with `in_order=False`.
         fetched_key: With `seeding="sample"`: its index, and its key; None where the number is a guess.
@@ -117,7 +118,8 @@ class EpochCursor:
 
     is_iterable: bool = field(init=False, default=False)
     error: RemoteError | None = field(init=False, default=None)
-    ahead: deque[tuple[Any, int, DatasetState | None, int]] | None = field(init=False, default=None)
+    ahead: deque[tuple[Any, int, DatasetState | None, int]] = field(init=False, default_factory=deque)
+    has_ended: bool = field(init=False, default=False)
     fetched_number: int = field(init=False, default=0)
     fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
     sampler_iter: Iterator[Any] | None = field(init=False, default=None)
@@ -282,7 +284,7 @@ class EpochCursor:
     @property
     def num_fetched(self) -> int:
         """How many batches were fetched: the caller has received them, or they are ahead."""
-        return self.num_received + (0 if self.ahead is None else len(self.ahead))
+        return self.num_received + len(self.ahead)
 
     def fetched(
         self,
@@ -291,7 +293,7 @@ class EpochCursor:
         dataset_state: DatasetState | None = None,
         number: int | None = None,
     ) -> None:
-        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set.
+        """Record that a batch was fetched, or an error instead of it; `receive_until` counts it.
 
         Args:
             index: As for `advance`.
@@ -302,15 +304,22 @@ class EpochCursor:
         self.fetched_number = self.num_fetched if number is None else number
         counted = self._counted.pop(self.fetched_number, None) if self._counted else None
         self.fetched_key = None if number is None else counted
-        if self.ahead is None:
-            self.advance(index, worker, dataset_state, self.fetched_number)
-        else:
-            self.ahead.append((index, worker, dataset_state, self.fetched_number))
+        self.ahead.append((index, worker, dataset_state, self.fetched_number))
 
     def receive_until(self, number: int) -> None:
-        """Record that the caller receives prefetched batches, until it has received this number."""
+        """Record that the caller receives fetched batches, until it has received this number.
+
+        A batch with an error instead of it counts with the next one, so a state between the two repeats it.
+        """
         while self.ahead and self.num_received < number:
-            self.advance(*self.ahead.popleft())
+            self.advance(*self.ahead[0])
+            del self.ahead[0]  # no call since the last line of `advance`, so no signal either
+
+    def receive_end(self) -> None:
+        """Record that the caller sees the end, if this is the end."""
+        if self.has_ended:
+            self.receive_until(self.num_fetched)
+            self.is_finished = True
 
     def advance(
         self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None, number: int = 0
@@ -323,17 +332,19 @@ class EpochCursor:
             dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
             number: Its number; not read where batches come in order.
         """
-        self.num_received += 1
+        num_received, states = self.num_received + 1, self.dataset_states
+        num_copies = len(states or ())
         if self.received_ahead is None or self.is_iterable:
-            self.checksum = self.num_received, _checksum_with(index, self.checksum[1], some=self.checks_some)
+            checksum = num_received, _checksum_with(index, self.checksum[1], some=self.checks_some)
         else:
             self.note_ahead(number, index)
-        states = self.dataset_states
-        if states is None or dataset_state is None:
-            return
-        if not (self.is_iterable and dataset_state == LOST):  # a stream reads a lost batch again
-            states[worker] = dataset_state
-        self.next_worker = (worker + 1) % len(states)
+            checksum = self.checksum
+        # From here on without a call: signals interrupt calls, and all of this is true or none of it.
+        if states is not None and dataset_state is not None:
+            if not (self.is_iterable and dataset_state == LOST):  # a stream reads a lost batch again
+                states[worker] = dataset_state
+            self.next_worker = (worker + 1) % num_copies
+        self.num_received, self.checksum = num_received, checksum
 
     def note_ahead(self, number: int, index: Any) -> None:
         """Note the index of a received batch; the checksum covers those before the first that is missing."""
@@ -346,10 +357,6 @@ class EpochCursor:
             checksum = _checksum_with(ahead.pop(num_checked), checksum, some=self.checks_some)
             num_checked += 1
         self.checksum = num_checked, checksum
-
-    def end(self) -> None:
-        """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
-        self.is_finished = self.ahead is None
 
 
 def received_ahead(numbers: list[int] | None) -> dict[int, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
 
 if TYPE_CHECKING:
+    from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Clock, Size
     from fastload.workers.settings import LoaderSettings
 
@@ -18,12 +20,17 @@ class EpochIterator:
 
     Attributes:
         owner: The loader that made it; not kept alive.
+        cursor: Of the epoch. Only `__next__` counts batches as received, so an iterator around this one
+            counts them instead.
+        turn: Held by the one thread that takes and counts batches.
         clock: Measures the epoch; None: an iterator around this one measures.
         num_measured_workers: The number of workers; None: they do not report how busy they are.
         device_wait_ns: How long `next` has waited for the device to catch up, not for data, so far.
     """
 
     owner: weakref.ref[LoaderSettings]
+    cursor: EpochCursor
+    turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
     num_measured_workers: int | None = None
     device_wait_ns: int = 0
@@ -36,20 +43,30 @@ class EpochIterator:
         """As `next_sized`; None if the batch would have to be waited for, where the iterator can tell."""
         return self.next_sized()
 
+    @property
+    def num_taken(self) -> int:
+        """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
+        return self.cursor.num_fetched
+
     def __next__(self) -> Any:
         clock = self.clock
-        if clock is None:
-            return self.next_sized()[0]
         called_ns, before_ns = time.perf_counter_ns(), self.device_wait_ns
         try:
             batch, size = self.next_sized()
         except StopIteration:
-            clock.end(called_ns, self.device_wait_ns - before_ns)
+            if clock is not None:
+                clock.end(called_ns, self.device_wait_ns - before_ns)
+            with self.turn:
+                self.cursor.receive_end()
             raise
         except BaseException:
-            clock.count(called_ns, None, self.device_wait_ns - before_ns)
+            if clock is not None:
+                clock.count(called_ns, None, self.device_wait_ns - before_ns)
             raise
-        clock.count(called_ns, size, self.device_wait_ns - before_ns)
+        if clock is not None:
+            clock.count(called_ns, size, self.device_wait_ns - before_ns)
+        with self.turn:  # comes last: a batch counts if nothing can keep it from the caller any more
+            self.cursor.receive_until(self.num_taken)
         return batch
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ class LoaderState:
     copy_streams: dict[str, tuple[Backend, Any]] = field(default_factory=dict)
 
     # without_workers.py: buffers whose pages stay warm between epochs, and their current user
-    buffers: tuple[BufferPool, weakref.ref[Any]] | None = None
+    buffers: deque[tuple[BufferPool, weakref.ref[Any]]] = field(default_factory=lambda: deque(maxlen=1))
 
     # What `cache=` has opened; closed by close()
     file_cache: FileCache | None = None

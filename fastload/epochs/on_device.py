@@ -71,11 +71,11 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
         self._prefetcher: StreamPrefetcher[Any] | None = None
-        self._turn = threading.RLock()  # threads can share the iterator
+        self.turn = threading.RLock()  # threads can share the iterator
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
-        self._cursor = cursor = resume.current_cursor(loader)
+        self.cursor = cursor = resume.current_cursor(loader)
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
             self._transform = EpochTransform(loader, cursor, "device_transform")
@@ -94,19 +94,14 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
-        with self._turn:
+        with self.turn:
             return self._next_sized()
 
     def _next_sized(self) -> tuple[Any, Size]:
         if self._is_closed:
             raise LoaderClosedError
         if self._prefetcher is not None:
-            try:
-                batch = next(self._prefetcher)
-            except StopIteration:
-                self._cursor.is_finished = True
-                raise
-            return batch, self._ahead.size
+            return next(self._prefetcher), self._ahead.size
         batch, size = self.source.next_sized()
         device = torch.device("cpu")
         if isinstance(self._device, SynchronousDevice):
@@ -114,6 +109,11 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         if self._transform is not None:
             batch = apply_transform(self._transform.of_fetched(), batch, device)
         return batch, size
+
+    @property
+    def num_taken(self) -> int:
+        """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
+        return self.cursor.num_fetched if self._prefetcher is None else self._ahead.num_taken
 
     def __len__(self) -> int:
         return len(self.source)
@@ -143,20 +143,21 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
 
 class _FetchedAhead(Iterator[Any]):
-    """Batches of a source, which the loader's state counts only when the caller takes them.
+    """Batches of a source, with what the loader counts when the caller takes them.
 
     Attributes:
         size: Of the batch that the caller took last.
+        num_taken: How many batches the caller has with it.
     """
 
     def __init__(self, source: Any, cursor: EpochCursor) -> None:
         self._source = source
-        self._cursor = cursor
+        self.cursor = cursor
         # For each fetched batch or error: how many batches the caller will have received with it; its size.
         self._marks: collections.deque[tuple[int, Size]] = collections.deque()
         self.size: Size = (0, 0)
+        self.num_taken = 0
         self.register_slots = getattr(source, "register_slots", None)
-        cursor.ahead = collections.deque()
 
     def __next__(self) -> Any:
         return self._marked(self._source.next_sized)[0]
@@ -171,14 +172,13 @@ class _FetchedAhead(Iterator[Any]):
             batch_and_size = fetch()
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._marks.append((self._cursor.num_fetched, (0, 0)))
+                self._marks.append((self.cursor.num_fetched, (0, 0)))
             raise
         if batch_and_size is None:
             return None
-        self._marks.append((self._cursor.num_fetched, batch_and_size[1]))
+        self._marks.append((self.cursor.num_fetched, batch_and_size[1]))
         return batch_and_size[:1]
 
     def hand_over(self) -> None:
-        """Count the next fetched batch or error, which the caller takes now."""
-        number, self.size = self._marks.popleft()
-        self._cursor.receive_until(number)
+        """Go to the next fetched batch or error, which the caller takes now."""
+        self.num_taken, self.size = self._marks.popleft()

@@ -8,12 +8,13 @@ replays the beginning in the same order, and skips the indices of that many batc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.dataset_state import ENDED, NOT_BEGUN, keeps_state
+from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState, keeps_state
 from fastload.epochs import saved_cursor
 from fastload.epochs.cursor import EpochCursor
 from fastload.epochs.loader_state import state_of
@@ -338,12 +339,15 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     _check_complete(loader, sources, loaded)
     if not loaded.is_within_epoch:
         _check(loader, loaded)
-    _keep_num_workers(loader, loaded)
-    if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
-        with sources.unchanged_on_error():
+    number = _needed_workers(loader, loaded)
+    with sources.unchanged_on_error():
+        if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
             sources.set_generators(loaded.generators)
             sources.set_samplers({k: v for k, v in loaded.samplers.items() if k in sources.keys})
-            _set_own_dataset(loader, loaded)
+            if not number:
+                _set_own_dataset(loader, loaded)
+        if number != loader.num_workers:
+            loader._set_num_workers(loader._auto_workers.keep(number))  # type: ignore[attr-defined]  # ours
     state = state_of(loader)
     state.loaded = loaded
     state.sample_seed = loaded.sample_seed
@@ -385,21 +389,28 @@ def _check_complete(loader: DataLoader[Any], sources: OrderSources, loaded: Epoc
         )
 
 
-def _keep_num_workers(loader: DataLoader[Any], loaded: EpochCursor) -> None:
-    """Let `num_workers="auto"` choose the number that the state of a dataset needs: one copy for each."""
+def _needed_workers(loader: DataLoader[Any], loaded: EpochCursor) -> int:
+    """The number of workers; with "auto", the state of a dataset needs one for each copy."""
     auto_workers = getattr(loader, "_auto_workers", None)
-    if auto_workers is not None and loaded.dataset_states is not None:
-        number = auto_workers.keep(0 if loaded.iterator_kind == "local" else len(loaded.dataset_states))
-        loader._set_num_workers(number)  # type: ignore[attr-defined]  # a loader of ours
+    if auto_workers is None or loaded.dataset_states is None:
+        return loader.num_workers
+    number = 0 if loaded.iterator_kind == "local" else len(loaded.dataset_states)
+    return max(number, int(auto_workers.minimum))
 
 
 def _set_own_dataset(loader: DataLoader[Any], loaded: EpochCursor) -> None:
-    """Between epochs, set the state of a map-style dataset read without workers."""
-    copies = loaded.dataset_states or []
-    is_own = not is_iterable(loader) and not loader.num_workers
-    if is_own and len(copies) == 1 and copies[0].data and has_dataset_states(loader):
-        dataset: Any = loader.dataset
-        dataset.load_state_dict(copies[0].load())
+    """Between epochs, set the state of a map-style dataset read without workers; an error changes nothing."""
+    copies, dataset = loaded.dataset_states or [], loader.dataset
+    if is_iterable(loader) or isinstance(dataset, torch.nn.Module) or not keeps_state(dataset):
+        return
+    if len(copies) == 1 and copies[0].data:
+        before = DatasetState.of(dataset.state_dict())  # type: ignore[attr-defined]  # as `keeps_state` says
+        try:
+            dataset.load_state_dict(copies[0].load())  # type: ignore[attr-defined]
+        except BaseException:
+            with contextlib.suppress(Exception):  # the caller must see the first error
+                dataset.load_state_dict(before.load())  # type: ignore[attr-defined]
+            raise
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:

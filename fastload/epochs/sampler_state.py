@@ -84,11 +84,11 @@ class OrderSources:
         Each state is pickled, because a sampler can return objects that it changes later. Only this process
         unpickles them.
         """
-        states = {}
-        for key in self.keys:
-            sampler = self.samplers[key.removesuffix(_EPOCH)]
-            states[key] = pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
-        return states
+        return {key: self._sampler_state(key) for key in self.keys}
+
+    def _sampler_state(self, key: str) -> bytes:
+        sampler = self.samplers[key.removesuffix(_EPOCH)]
+        return pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
 
     def generator_at(self, place: str, state: bytes) -> torch.Generator:
         """A new generator in the state of one at this place.
@@ -146,14 +146,16 @@ class OrderSources:
     def unchanged_on_error(self) -> Iterator[None]:
         """If the block raises, restore the generators and samplers, torch's generator too."""
         generators, samplers = self.generator_states(), {}
-        with contextlib.suppress(Exception):  # the loader's `state_dict()` raises this error
-            samplers = self.sampler_states()
+        for key in self.keys:
+            with contextlib.suppress(Exception):  # the loader's `state_dict()` raises this error
+                samplers[key] = self._sampler_state(key)
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # the caller must see the first error
-                self.set_generators(generators)
-                self.set_samplers(samplers)
+            self.set_generators(generators)
+            for key, state in samplers.items():
+                with contextlib.suppress(Exception):  # the caller must see the first error
+                    self.set_samplers({key: state})
             raise
 
 

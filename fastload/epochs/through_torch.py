@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from fastload.cache.file_cache import FileCache
-    from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Size
     from fastload.rng.seeding import WorkerStreams
     from fastload.workers.settings import LoaderSettings
@@ -83,7 +82,6 @@ class TorchIterator(EpochIterator):
     """fastload's part of torch's iterators: the batches that the caller has received.
 
     Attributes:
-        cursor: Of the epoch of this iterator; another iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
         file_cache: What the loader's `cache` is.
         reading: Makes what samples are read in, without workers.
@@ -91,7 +89,6 @@ class TorchIterator(EpochIterator):
         transform: The loader's `batch_transform`, which is applied in this process.
     """
 
-    cursor: EpochCursor
     reason: str
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
@@ -114,7 +111,7 @@ class TorchIterator(EpochIterator):
             with self.reading() or contextlib.nullcontext():
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
-            self.cursor.end()
+            self.cursor.has_ended = True
             raise
         except Exception:
             self._fetched()  # a caller who continues after an error gets the next batch

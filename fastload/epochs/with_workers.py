@@ -6,9 +6,9 @@ batches and their transport.
 
 A signal handler can raise at any moment. During the wait for a batch nothing changes, and the next call waits
 for the same batch. During the bookkeeping, which takes microseconds, the iterator closes, so no batch is
-delivered twice or out of order. After the bookkeeping, just before the batch is returned, that batch is lost,
-as when a handler raises in the caller's code just after receiving the batch. While workers are started, all
-of them are stopped.
+delivered twice or out of order. After the bookkeeping, just before the batch is returned, this iterator has
+lost the batch, as after an error of the sampler; the loader's state does not count it before the next one
+arrives. While workers are started, all of them are stopped.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
-        self._cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
+        self.cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
         super().__init__(loader)
-        self._base_seed = self._cursor.choose_base_seed(int(self._base_seed))
+        self._base_seed = self.cursor.choose_base_seed(int(self._base_seed))
         if self._num_workers <= 0:  # as torch's _MultiProcessingDataLoaderIter.__init__, and the next one
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         # As in torch's constructor: num_workers can have been set after it.
@@ -72,7 +72,7 @@ class WorkerIterator(HostIterator):
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
-        self._turn = threading.RLock()  # only one thread at a time takes and counts batches
+        self.turn = threading.RLock()  # only one thread at a time takes and counts batches
         # What `next` raises after an interruption closed this iterator, or after a worker's death, as in
         # torch.
         self._broken: type[Exception] | None = None
@@ -116,16 +116,16 @@ class WorkerIterator(HostIterator):
             raise
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
-        before = self._cursor, self._sampler_iter, self._num_yielded
-        with self._turn:
+        before = self.cursor, self._sampler_iter, self._num_yielded
+        with self.turn:
             try:
                 if not first_iter:
-                    self._cursor = resume.begin_epoch(loader, "again", resume.why_unresumable(loader))
-                    self._cursor.choose_base_seed(int(self._base_seed))
+                    self.cursor = resume.begin_epoch(loader, "again", resume.why_unresumable(loader))
+                    self.cursor.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
-                self._sampler_iter = self._cursor.replay(loader, self._sampler_iter)
+                self._sampler_iter = self.cursor.replay(loader, self._sampler_iter)
             except BaseException:
-                self._cursor, self._sampler_iter, self._num_yielded = before  # the old epoch continues
+                self.cursor, self._sampler_iter, self._num_yielded = before  # the old epoch continues
                 raise
             try:
                 self._begin_epoch(loader, first_iter)
@@ -136,7 +136,7 @@ class WorkerIterator(HostIterator):
     def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
         self._is_prefetched = False
         self._failed_sampler = ""
-        epoch, cursor = None, self._cursor
+        epoch, cursor = None, self.cursor
         states = cursor.dataset_states
         if not first_iter:
             self._drop_pinned()
@@ -175,16 +175,16 @@ class WorkerIterator(HostIterator):
                 self._finish(each)
             return None
         except Exception as error:  # noqa: BLE001  # the caller raises it
-            if _is_finished_generator(self._cursor.sampler_iter or self._sampler_iter):
+            if _is_finished_generator(self.cursor.sampler_iter or self._sampler_iter):
                 self._failed_sampler = repr(error)
             return error
         worker = self._schedule.assign()
         if worker is None:
             return None
-        number = self._cursor.next_number()
+        number = self.cursor.next_number()
         key = None
         if self._needs_keys:
-            index, key = self._cursor.keyed(index, number)
+            index, key = self.cursor.keyed(index, number)
         self._pool.submit(PendingBatch(number, worker, index, key))
         if self._pin_thread is not None:
             self._pin_thread.expect((worker if self._in_order else None,))  # in a tuple: None would end it
@@ -219,7 +219,7 @@ class WorkerIterator(HostIterator):
             )
         if self._file_cache is not None:
             self._file_cache.poll(self._num_yielded)
-        with self._turn:
+        with self.turn:
             return self._next_batch(must_wait=must_wait)
 
     def _next_batch(self, *, must_wait: bool) -> tuple[Any, Size] | None:
@@ -258,7 +258,7 @@ class WorkerIterator(HostIterator):
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
                 "after it are missing: start a new iterator"
             )
-        self._cursor.end()
+        self.cursor.has_ended = True
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -268,7 +268,7 @@ class WorkerIterator(HostIterator):
         worker = pending.worker
         self._schedule.remove(worker)
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
-            self._cursor.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
+            self.cursor.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)

@@ -37,7 +37,7 @@ class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.why_unresumable(loader))
+        self.cursor = cursor = resume.begin_epoch(loader, "local", resume.why_unresumable(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
         cursor.choose_base_seed(int(self._base_seed))
@@ -48,7 +48,7 @@ class LocalIterator(HostIterator):
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
         self._recorder = recorder_of(loader)
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
         self._is_fetching = False
         # The index of the batch being read, and its key; after Ctrl-C it is read again.
         self._due: tuple[Any, BatchKey | None] | None = None
@@ -69,29 +69,32 @@ class LocalIterator(HostIterator):
 
     def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
         state = state_of(loader)
-        buffers, user = state.buffers or (None, None)
-        other = None if user is None else user()
+        try:
+            buffers, user = state.buffers.pop()  # by one thread only
+        except IndexError:
+            buffers, other = None, None
+        else:
+            other = user()
         if buffers is None or (other is not None and not other._has_ended):
             buffers = BufferPool(parse_prefetch_memory(loader.max_prefetch_memory))
-        state.buffers = buffers, weakref.ref(self)
+        state.buffers.append((buffers, weakref.ref(self)))
         return buffers
 
     def _next_data(self) -> Any:
         if self._file_cache is not None:
             self._file_cache.poll(self._num_yielded)
-        with self._turn:
+        with self.turn:
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._raise_instead()
             try:
                 if self._due is None:
                     index = next(self._sampler_iter)
-                    self._number = self._cursor.next_number()
+                    self._number = self.cursor.next_number()
                     has_key = self._needs_keys
-                    self._due = self._cursor.keyed(index, self._number) if has_key else (index, None)
+                    self._due = self.cursor.keyed(index, self._number) if has_key else (index, None)
                 batch = self._fetch(*self._due)
             except StopIteration:
-                self._cursor.end()
-                self._has_ended = True
+                self._has_ended = self.cursor.has_ended = True
                 raise
             if self._pin_memory:
                 batch = pin_batch(batch, self._pin_memory_device)
@@ -124,8 +127,7 @@ class LocalIterator(HostIterator):
             raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
             if isinstance(error, Exception):
-                self._received(index)  # a caller who continues after an error gets the next batch
-                self._due = None
+                self._fetched(index)  # a caller who continues after an error gets the next batch
             place = self._fetcher.place_of_error(index, error)
             add_place(error, f"batch {self._number}, {place}")
             raise
@@ -137,15 +139,15 @@ class LocalIterator(HostIterator):
             if cache_counts.hits != hits or cache_counts.misses != misses:
                 hits, misses = cache_counts.hits - hits, cache_counts.misses - misses
                 self._recorder.add(WorkerCounters(0, hits, misses, cache_counts.take_reasons()))
-        self._due = None
-        self._received(index)
+        self._fetched(index)
         if self._fetcher.replacer is not None:
             self._failures.note(self._fetcher.replacer.failed)
         return batch
 
-    def _received(self, index: Any) -> None:
+    def _fetched(self, index: Any) -> None:
         state = self._dataset_state() if self._keeps_state else None
-        self._cursor.fetched(index, 0, state, self._number)
+        self._due = None
+        self.cursor.fetched(index, 0, state, self._number)
 
     def _dataset_state(self) -> DatasetState:
         return dataset_state_of(self._fetcher, "in the dataset's state_dict()")
@@ -153,9 +155,9 @@ class LocalIterator(HostIterator):
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        if self._turn.acquire(blocking=False):  # else another thread is writing a batch to them
+        if self.turn.acquire(blocking=False):  # else another thread is writing a batch to them
             try:
                 if not self._has_ended:
                     self._buffers.clear()
             finally:
-                self._turn.release()
+                self.turn.release()

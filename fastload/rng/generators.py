@@ -210,6 +210,27 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
             )
 
 
+def tell_of_other_draws(dataset: Any, collate_fn: Any) -> None:
+    """Log once that workers seed transforms which keep a RandomState, MONAI's, although the user has."""
+    kinds = [
+        (cls, name)
+        for base, cls in random_bases()
+        for name, kind in base.generators.items()
+        if kind == "legacy"
+    ]
+    transforms = Search(dataset, collate_fn).transforms if kinds else []
+    if any(
+        isinstance(transform, cls) and name in vars(transform)
+        for transform in transforms
+        for cls, name in kinds
+    ):
+        say_once(
+            "MONAI's random transforms draw from the loader's seed, differently in each worker, unless a "
+            "worker_init_fn seeds them. Under torch's loader they draw other numbers, the same ones in each "
+            "worker; seed_albumentations=False (fastload run --no-seed-albumentations) gives these"
+        )
+
+
 def pcg64_state(state: int, increment: int) -> Any:
     """The state of numpy's PCG64 from two numbers of 128 bits."""
     # An odd increment: O'Neill, PCG: A Family of Simple Fast Space-Efficient ... Generators, 2014.

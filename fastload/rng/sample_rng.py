@@ -29,6 +29,7 @@ from fastload.rng.generators import (
 )
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
 from fastload.rng.rng_scope import RngScope, state_restorer
+from fastload.system.torch_private import has_own_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -221,7 +222,7 @@ def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
             'has none: use a map-style dataset, or seeding="worker"'
         )
     inner = dataset
-    while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
+    while isinstance(inner, Subset) and _is_plain_subset(type(inner)) and has_own_methods(inner, Subset):
         inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(

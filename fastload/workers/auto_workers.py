@@ -87,13 +87,13 @@ class AutoWorkers:
     def __init__(self, minimum: int) -> None:
         num_cpus = _num_cpus()
         self.number = max(minimum, min(num_cpus, _MAX_FIRST) if num_cpus > 1 else 0)
-        self._minimum = minimum
+        self.minimum = minimum
         self._start_s = 0.0  # of the last pace with workers
         self._has_spoken = False
 
     def keep(self, number: int) -> int:
         """Use this number, because each worker's copy of the dataset has a state."""
-        return self._use(max(self._minimum, number), "each copy of the dataset has a state")
+        return self._use(max(self.minimum, number), "each copy of the dataset has a state")
 
     def choose(self, pace: Pace | None, num_batches: int | None) -> int:
         """The number of workers for the next epoch.
@@ -104,9 +104,9 @@ class AutoWorkers:
         """
         num_cpus = _num_cpus()
         if num_cpus == 0:
-            return self._use(self._minimum, "this process is a daemon, which cannot start processes")
+            return self._use(self.minimum, "this process is a daemon, which cannot start processes")
         if num_batches is not None and num_batches < 2:
-            return self._use(self._minimum, "an epoch has fewer than 2 batches")
+            return self._use(self.minimum, "an epoch has fewer than 2 batches")
         facts = f"CPUs of this rank: {num_cpus}"
         if num_batches is not None and num_batches < num_cpus:
             num_cpus, facts = num_batches, f"batches of an epoch: {num_batches}"
@@ -117,7 +117,7 @@ class AutoWorkers:
             start_s = min(start_s, pace.start_s)  # the first start of all contains more, such as CUDA's
             self._start_s = pace.start_s
         pace = pace._replace(start_s=start_s)
-        number = best_number(pace, num_cpus, self._minimum, self.number)
+        number = best_number(pace, num_cpus, self.minimum, self.number)
         busy, step, wait = map(readable_time, pace[:3])
         return self._use(
             number, f"making a batch takes {busy}, using it {step}, waiting for it {wait}; {facts}"

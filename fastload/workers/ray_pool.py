@@ -99,6 +99,10 @@ class RayWorkers:
             )
         object.__setattr__(self, "options", {"address": address, **actor_options})
 
+    def __repr__(self) -> str:
+        given = [f"{name}={value!r}" for name, value in self.options.items() if value is not None]
+        return f"fastload.RayWorkers({', '.join(given)})"
+
 
 def connect(options: Mapping[str, Any]) -> Any:
     """The module of Ray, connected to a cluster.
@@ -170,11 +174,6 @@ class RayPool(SlotPool[_ActorHandle]):
     runs_elsewhere = True
 
     def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
-        if not settings.is_persistent:
-            say_once(
-                "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
-                "other machines: persistent_workers=True keeps both"
-            )
         # The slots are this process's, all of one worker; one batch at a time is copied into them.
         super().__init__(spec, settings, Ring(1, 1, settings.max_bytes))
         self._began_s = time.monotonic()
@@ -185,6 +184,11 @@ class RayPool(SlotPool[_ActorHandle]):
         options = settings.worker_type.options if isinstance(settings.worker_type, RayWorkers) else {}
         self._ray = connect(options)
         self._class = self._class_with(options)
+        if not settings.is_persistent:
+            say_once(
+                "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
+                "other machines: persistent_workers=True keeps both"
+            )
 
     def _class_with(self, options: Mapping[str, Any]) -> Any:
         """The class of the actors, with the options with which Ray places them.

@@ -64,6 +64,11 @@ def pool_type_of(worker_type: str | RayWorkers) -> type[WorkerPool]:
     return RayPool if isinstance(worker_type, RayWorkers) else WORKER_TYPES[worker_type]
 
 
+def shown_worker_type(worker_type: str | RayWorkers) -> str:
+    """A loader's `worker_type` as it is written in Python, for messages."""
+    return f"{worker_type=}".replace("'", '"')
+
+
 @dataclass(kw_only=True)
 class Options:
     """The arguments of `fastload.DataLoader` that torch's loader does not have; it documents them.
@@ -131,20 +136,17 @@ class Options:
         if self.seeding == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=has_auto_collation(loader) and not reads_ahead(dataset))
-        pool_type = pool_type_of(self.worker_type)
+        pool_type, shown = pool_type_of(self.worker_type), shown_worker_type(self.worker_type)
         if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
-            raise ValueError(
-                f"multiprocessing_context is for worker processes, but worker_type is {self.worker_type!r}: "
-                "omit one"
-            )
+            raise ValueError(f"multiprocessing_context is for worker processes, but {shown}: omit one")
         if is_auto and pool_type.runs_elsewhere:
             raise ValueError(
-                f'num_workers="auto" counts the CPUs of this machine, but worker_type="{self.worker_type}" '
+                f'num_workers="auto" counts the CPUs of this machine, but {shown} '
                 "starts workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` "
                 "shows them)"
             )
         needs_map = {
-            f'worker_type="{self.worker_type}"': pool_type.uses_threads,
+            shown: pool_type.uses_threads,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from fastload import DataLoader
+from fastload.epochs.sampler_state import OrderSources
 from fastload.errors import ResumeError
+from fastload.workers import auto_workers
 from tests.kit import datasets
 from tests.resume.loaders import (
     LENGTH,
@@ -33,7 +35,7 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Fixed, Foreign, Keeps, Mute, Numbers
+from tests.resume.zoo import Counting, Fixed, Foreign, Keeps, Mute, Numbers, Stateful
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -428,3 +430,84 @@ def test_a_sampler_s_own_error_changes_nothing() -> None:
         fresh.load_state_dict(state)
     assert "raised by the sampler when it got its part" in caught.value.__notes__[0]
     assert (*order_states(fresh), fresh.state_dict()) == before
+
+
+class HalfLoads(Counting):
+    """Its load_state_dict() has begun when it finds out that the state is not its own."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict({"reads": 0})
+        if state["reads"] == 50:
+            raise LookupError("not mine")
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, "auto"])
+def test_a_dataset_s_own_error_changes_nothing(num_workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the dataset nor sampler, generator, number of workers, and the workers that persist."""
+    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
+    loader = make("Counting", generator=seeded(), shuffle=True)
+    list(loader)
+    state = loader.state_dict()
+    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3), num_workers=num_workers)
+    list(fresh)
+    fresh.dataset.reads = 7
+    before = fresh.num_workers, *order_states(fresh), fresh.state_dict()
+
+    with pytest.raises(LookupError, match="not mine"):
+        fresh.load_state_dict(state)
+    assert (fresh.num_workers, *order_states(fresh), fresh.state_dict()) == before
+    assert fresh.dataset.reads == 7
+    fresh.close()
+
+
+def test_workers_that_persist_outlive_a_state_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With num_workers="auto", the state of a dataset asks for another number, and its sampler is damaged."""
+    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
+
+    def counted(num_workers: Any) -> DataLoader:
+        return DataLoader(
+            Counting(), 4, sampler=Stateful(LENGTH), num_workers=num_workers, persistent_workers=True
+        )
+
+    state = state_after(counted(1), LENGTH)
+    state["samplers"]["sampler"] = {}
+    with counted("auto") as loader:
+        list(loader)
+        workers = loader._iterator
+        with pytest.raises(KeyError, match="round"):
+            loader.load_state_dict(state)
+
+        assert (loader.num_workers, loader._iterator) == (2, workers)
+
+
+class Refuses(Stateful):
+    """A sampler that says and takes nothing."""
+
+    def state_dict(self) -> Any:
+        raise ArithmeticError
+
+    def load_state_dict(self, state: Any) -> None:
+        raise LookupError
+
+
+def test_a_sampler_that_cannot_say_its_state_keeps_no_other_from_being_put_back() -> None:
+    """Two samplers, one inside the other: the inner one is put back, although the outer one cannot be."""
+
+    class Outer(Refuses):
+        def __init__(self, sampler: Any) -> None:
+            super().__init__(LENGTH)
+            self.sampler = sampler
+
+    inner = Stateful(LENGTH)
+    sources = OrderSources(DataLoader(Numbers(), batch_sampler=Outer(inner)))
+
+    def change_one() -> None:
+        with sources.unchanged_on_error():
+            inner.state["round"] = 5
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        change_one()
+
+    assert inner.state == {"round": 0}

@@ -289,6 +289,73 @@ class Keeps(Stream):
         vars(self).update(state)
 
 
+class StaysAt(Mute):
+    """A stream that begins each of its epochs at the state that it loaded last, as Hugging Face's do."""
+
+    start = position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for position, sample in enumerate(share(self.length)[self.start :], start=self.start + 1):
+            self.position = position
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["position"]
+
+
+class StaysAtItself(Samples, Mute):
+    """Another one, which is its own iterator."""
+
+    __init__ = Mute.__init__
+    start = 0
+
+    def __iter__(self) -> StaysAtItself:
+        self.samples, self.position = share(self.length), self.start
+        return self
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.start = self.position = state["position"]
+
+
+class Wraps(Mute):
+    """A stream of the samples of others, one after another, whose states are its own."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
+
+    def __iter__(self) -> Iterator[int]:
+        for part in self.parts:
+            yield from part
+
+    def state_dict(self) -> Any:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: Any) -> None:
+        for part, its in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(its)
+
+
+class Rounds(HasPosition, Mute):
+    """A stream that counts its epochs; its state has their number, which is in its samples."""
+
+    number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < len(share(self.length)):
+            self.position += 1
+            yield 100 * self.number + share(self.length)[self.position - 1]
+        self.position, self.number = 0, self.number + 1
+
+    def state_dict(self, deep: bool = False) -> dict[str, int]:
+        return {"position": self.position, "number": self.number}
+
+    def load_state_dict(self, state: dict[str, int], strict: bool = True) -> None:
+        self.position, self.number = state["position"], state["number"]
+
+
 def stream(**methods: Any) -> Stream:
     """A stream some of whose methods are others."""
     found = Stream()

@@ -29,10 +29,11 @@ from fastload.rng import rng_scope as module
 from fastload.rng.entry_points import seeded_by
 from fastload.rng.rng_scope import RngScope
 from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
+from fastload.system.logs import say_once
 from tests.kit import datasets
 from tests.resume.loaders import seeded
 from tests.rng import pipelines_zoo as zoo
-from tests.rng.draws_zoo import Randomizable, corner, plain, run, state_of_globals
+from tests.rng.draws_zoo import Composed, Randomizable, corner, plain, run, state_of_globals
 from tests.rng.pipelines_zoo import Corners, CropsBatch, crop
 
 if TYPE_CHECKING:
@@ -289,6 +290,66 @@ def test_objects_of_monai_differ_between_workers() -> None:
         assert before == (one.R, other.R)
 
     assert found[0] != found[1]
+
+
+class Drawn:
+    """Each sample: what an object of MONAI draws."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.transform.R.randint(1 << 30))
+
+
+def _init_of_monai(worker_id: int) -> None:
+    """Stands for the worker_init_fn of MONAI, which seeds the transforms of the dataset."""
+
+
+_init_of_monai.__module__ = "monai.data.utils"
+SEEDED: dict[str, Any] = {
+    "a transform": lambda: Randomizable().set_random_state(1),
+    "a composition": lambda: Composed(Randomizable()).set_random_state(1),
+    "a part": lambda: Composed(Randomizable().set_random_state(1)).parts[0],
+}
+
+
+@pytest.mark.parametrize("kind", SEEDED)
+@pytest.mark.parametrize("workers", [PROCESSES, THREADS], ids=["processes", "threads"])
+def test_who_seeds_monai_is_told_once_that_workers_draw_otherwise(
+    kind: str, workers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line names what brings torch's numbers, and that is true."""
+    say_once.cache_clear()
+    expected = run(Drawn(SEEDED[kind]()), cls=torch.utils.data.DataLoader, **PROCESSES)
+    for _ in range(2):
+        assert run(Drawn(SEEDED[kind]()), epochs=2, **workers)[:1] != expected
+    lines = [record for record in caplog.records if "MONAI" in record.message]
+
+    assert [record.levelname for record in lines] == ["WARNING"]
+    assert "seed_albumentations=False" in lines[0].message
+    assert run(Drawn(SEEDED[kind]()), seed_albumentations=False, **PROCESSES) == expected
+
+
+@pytest.mark.parametrize(
+    ("transform", "options"),
+    [
+        (Randomizable(), PROCESSES),
+        (Randomizable().set_random_state(1), {}),
+        (Randomizable().set_random_state(1), PROCESSES | {"seed_albumentations": False}),
+        (Randomizable().set_random_state(1), PROCESSES | {"seeding": "sample"}),
+        (Randomizable().set_random_state(1), PROCESSES | {"worker_init_fn": _init_of_monai}),
+    ],
+)
+def test_who_draws_as_expected_is_told_nothing(transform: Any, options: Any, caplog: Any) -> None:
+    """Without a seed, without workers, with another seeding, and where MONAI's own function seeds workers."""
+    say_once.cache_clear()
+    run(Drawn(transform), **options)
+
+    assert "MONAI" not in caplog.text
 
 
 # --- in threads ------------------------------------------------------------------------------------------

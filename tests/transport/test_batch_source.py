@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch.utils.data as tud
 from torch.utils.data import default_collate
 
 import fastload
+from fastload.batch.fetch import Fetcher
+from tests.kit import datasets
 from tests.kit.batches import assert_same_batches
 
 IMAGES = np.arange(24 * 20_000, dtype=np.int32).reshape(24, 20_000)
@@ -184,9 +187,82 @@ def test_a_tensor_dataset_is_gathered() -> None:
         def __getitem__(self, index: int) -> Any:
             return tuple(2 * part for part in super().__getitem__(index))
 
-    for cls, is_gathered in ((tud.TensorDataset, True), (Twice, False)):
+    for cls, factor in ((tud.TensorDataset, 1), (Twice, 2)):
         loader = fastload.DataLoader(cls(torch.arange(8)), 4)
         with pytest.MonkeyPatch.context() as patches:
-            if is_gathered:
-                patches.setattr(tud.TensorDataset, "__getitem__", None)
-            assert next(iter(loader))[0].tolist() == [(2 - is_gathered) * number for number in range(4)]
+            if cls is tud.TensorDataset:
+                patches.setattr(Fetcher, "_read", None)
+            rows = next(iter(loader))[0]
+        assert rows.tolist() == [factor * number for number in range(4)]
+
+
+def _sevens(indices: Any) -> Any:
+    return [torch.tensor([7.0]) for _ in indices]
+
+
+def _replaced(self: Any, index: int) -> Any:
+    return torch.tensor([index + 100.0])
+
+
+def _sevens_of(self: Any, indices: Any) -> Any:
+    return _sevens(indices)
+
+
+MADE: dict[str, Any] = {
+    "tensors": lambda: tud.TensorDataset(torch.arange(6.0)),
+    "subset": lambda: tud.Subset(tud.TensorDataset(torch.arange(9.0)), [5, 4, 3, 2, 1, 0]),
+    "subset of a subset": lambda: tud.Subset(MADE["subset"](), [5, 4, 3, 2, 1, 0]),
+    "several": lambda: tud.ConcatDataset([MADE["tensors"](), MADE["subset"]()]),
+    "stacked": lambda: tud.StackDataset(MADE["tensors"](), MADE["subset"]()),
+    "cached": lambda: fastload.CachedDataset(datasets.Made(_number, 6), cache=None),
+    "subset of cached": lambda: tud.Subset(MADE["cached"](), [5, 4, 3, 2, 1, 0]),
+}
+
+
+def _number(index: int) -> Any:
+    return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("where", ["instance", "inner instance"])
+def test_what_an_instance_reads_in_bulk_is_what_it_says(name: str, where: str, num_workers: int) -> None:
+    """`__getitems__` that somebody has set on a dataset, or on one inside it, is called as torch calls it."""
+    dataset = MADE[name]()
+    owner = getattr(dataset, "dataset", dataset) if where == "inner instance" else dataset
+    owner.__getitems__ = _sevens
+    expected = list(tud.DataLoader(dataset, 3))
+
+    assert_same_batches(expected, list(fastload.DataLoader(dataset, 3, num_workers=num_workers)))
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("method", ["__getitem__", "__getitems__"])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_method_that_somebody_has_replaced_is_called(
+    name: str, method: str, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the class of the dataset, or of a dataset inside it; functools.wraps does not hide it."""
+    dataset = MADE[name]()
+    layer = dataset
+    while layer is not None:
+        with monkeypatch.context() as patches:
+            cls, replacement = type(layer), _replaced if method == "__getitem__" else _sevens_of
+            if is_wrapped and hasattr(cls, method):
+                replacement = functools.wraps(getattr(cls, method))(
+                    lambda self, key, call=replacement: call(self, key)
+                )
+            patches.setattr(cls, method, replacement, raising=False)
+            expected = list(tud.DataLoader(dataset, 3))
+
+            assert_same_batches(expected, list(fastload.DataLoader(dataset, 3)))
+        layer = getattr(layer, "dataset", None)
+
+
+@pytest.mark.parametrize("name", ["subset", "subset of cached"])
+def test_seeds_of_samples_need_samples_that_are_read_one_by_one(name: str) -> None:
+    """A Subset that reads in bulk by itself is refused, as any dataset that does."""
+    dataset = MADE[name]()
+    dataset.__getitems__ = _sevens
+    with pytest.raises(ValueError, match=r"Subset\.__getitems__ fetches many"):
+        fastload.DataLoader(dataset, 3, seeding="sample")

@@ -498,9 +498,9 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
     assert second <= first
     assert torch.equal(held, before)
-    assert state_of(loader).buffers is not None
+    assert state_of(loader).buffers
     loader.close()
-    assert state_of(loader).buffers is None
+    assert not state_of(loader).buffers
 
 
 KNOWN = [[number] for number in range(100)]

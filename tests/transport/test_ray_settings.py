@@ -12,6 +12,7 @@ import pytest
 
 import fastload
 from fastload.errors import WorkerStartError
+from fastload.system.logs import say_once
 from tests.kit import datasets
 
 IMAGES = datasets.Made(datasets.image, 12)
@@ -26,7 +27,7 @@ IMAGES = datasets.Made(datasets.image, 12)
         ),
         (
             {"worker_type": "ray", "multiprocessing_context": "fork"},
-            "multiprocessing_context is for worker processes, but worker_type is 'ray': omit one",
+            'multiprocessing_context is for worker processes, but worker_type="ray": omit one',
         ),
         ({"worker_type": "ray", "num_workers": "auto"}, "pass a number, such as the cluster's free CPUs"),
         ({"worker_type": fastload.RayWorkers(), "num_workers": "auto"}, "the cluster's free CPUs"),
@@ -58,8 +59,22 @@ def test_what_needs_no_ray(recwarn: pytest.WarningsRecorder) -> None:
     assert recwarn.list == []
 
 
-def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra."""
+def test_workers_of_ray_are_shown_as_they_are_written() -> None:
+    """In errors about a loader's arguments, and by repr()."""
+    workers = fastload.RayWorkers(num_cpus=2)
+    assert repr(workers) == "fastload.RayWorkers(num_cpus=2)"
+    assert repr(fastload.RayWorkers(address="auto")) == "fastload.RayWorkers(address='auto')"
+    assert repr(fastload.RayWorkers()) == "fastload.RayWorkers()"
+    for worker_type, shown in (("ray", '"ray"'), (workers, "fastload.RayWorkers(num_cpus=2)")):
+        for options in ({"num_workers": "auto"}, {"num_workers": 1, "multiprocessing_context": "fork"}):
+            with pytest.raises(ValueError, match="worker_type") as caught:
+                fastload.DataLoader(IMAGES, worker_type=worker_type, **options)
+            assert f"worker_type={shown}" in str(caught.value)
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The error names the extra, and no advice about actors comes before it."""
+    say_once.cache_clear()
     real = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:
@@ -71,6 +86,7 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ImportError, match=r'pip install "fastload-torch\[ray\]"'):
         iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray"))
+    assert caplog.text == ""
 
 
 def _no_cluster(address: str | None, **options: Any) -> None:
