@@ -369,9 +369,10 @@ def _why_not(image: Any) -> str | None:
 
 def _is_pillows(image: Any) -> bool:
     """Whether the decoders and methods that load it are Pillow's own, or its plugin's."""
-    get, names, methods = _loaders(type(image))
+    cls: Any = type(image)
+    get, names, methods = _loaders(cls)
     return (
-        get(type(image)) == methods
+        get(cls) == methods
         and names.isdisjoint(vars(image))
         and all(_is_genuine(Image.DECODERS.get(tile[0])) for tile in image.tile)
     )
