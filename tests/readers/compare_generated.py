@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 import fastload
-from fastload.readers import patches
-from fastload.readers import identity, torchvision_end
+from fastload.readers import identity, patches, torchvision_end
 from tests.readers.generated import ByBatch, Generated, Stream, draw_recipe, write_files
 
 EPOCHS, BATCH = 3, 4
