@@ -6,12 +6,14 @@ A dataset's code runs in full on every access; a reader asks the cache of its th
    read-only as the library's own result.
 2. A value is stored, and compared, only if its identity was equal before and after decoding.
 3. A key that cannot be built is no cache, never an error. Whatever is not understood is decoded.
-4. A share of the hits is decoded again and compared (`FASTLOAD_VERIFY`, 0.01 by default, 1 in the tests).
+4. A share of the hits is decoded again and compared (`FASTLOAD_VERIFY`, 0.01 by default, 1 in the tests). A
+   file whose decoder does not repeat itself is decoded each time from then on, in all processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import weakref
@@ -23,6 +25,7 @@ import numpy as np
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
 from fastload.system.cache_counts import cache_counts
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +41,9 @@ NO_SPACE = "no space for it on the disk, or no right to write there"
 UNUSUAL = "with a result or arguments that the cache does not know"
 SEVERAL_FRAMES = "a later frame of several"
 OTHER_FORMAT = "in a format that is not remembered"
+UNSTEADY = "decoded to other pixels each time"
+CUT = "cut off, and filled up by the decoder"
+_SOME_UNSTEADY = digest(UNSTEADY) or b""
 
 
 class Stored(NamedTuple):
@@ -94,6 +100,8 @@ class DecodeCache:
         )
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
+        self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks
+        self._some_unsteady[0] = store.get(_SOME_UNSTEADY) is not None
 
     @contextlib.contextmanager
     def active(self) -> Iterator[DecodeCache]:
@@ -133,12 +141,33 @@ class DecodeCache:
             return identity
         return self._known_as(identity, source)
 
+    def is_unsteady(self, key: bytes) -> bool:
+        """Whether the decoder has returned other pixels for this key; counts a miss then."""
+        if not self._some_unsteady[0] or self.store.get(digest(UNSTEADY, key) or b"") is None:
+            return False
+        self.missed(UNSTEADY)
+        return True
+
+    def differs(self, key: bytes, error: DecodeMismatchError) -> None:
+        """Let a file be decoded each time from now on, and warn.
+
+        Raises:
+            DecodeMismatchError: As given, if all hits are compared, as tests do.
+        """
+        if self._verify_share >= 1:
+            raise error
+        for marker in (digest(UNSTEADY, key) or b"", _SOME_UNSTEADY):
+            self.store.put(marker, np.zeros(1, np.uint8), None)
+        self._some_unsteady[0] = 1
+        say_once(f"cache: {error}. From now on it is decoded each time")
+
     def is_verification_due(self) -> bool:
         """Whether to decode this hit again and compare it; draws no random numbers."""
         self._unverified += self._verify_share
         if self._unverified < 1:
             return False
         self._unverified -= 1
+        self._some_unsteady[0] |= self.store.get(_SOME_UNSTEADY) is not None  # another job's
         return True
 
     def array(
@@ -172,6 +201,8 @@ class DecodeCache:
         if key is None:
             self.missed(known if isinstance(known, Unknown) else UNUSUAL)
             return decode()
+        if self.is_unsteady(key):
+            return decode()
         stored = self.find(key)
         if stored is not None:
             if self.is_verification_due():
@@ -181,10 +212,10 @@ class DecodeCache:
                     if packed is None or repr(packed[1]) != repr(stored.note):  # NaN equals itself
                         raise DecodeMismatchError(where)
                     self.verify(stored.array, packed[0], where)
-                except DecodeMismatchError:
-                    if identify() == identity:
-                        raise
-                    return result  # of a file that was replaced just now
+                except DecodeMismatchError as error:
+                    if identify() == identity:  # else the file was replaced just now
+                        self.differs(key, error)
+                    return result
             return unpack(stored.array, stored.note)
         _thread.may_keep = _thread.is_counted = True
         result = decode()

@@ -111,8 +111,11 @@ class Origin:
         try:
             computed = np.frombuffer(compute(), np.uint8)
             self._cache.verify(stored.array, computed, "the result of a resize")
-        except (OSError, DecodeMismatchError):
+        except DecodeMismatchError as error:
             if self._keeps:  # else the file was written to since
+                self._cache.differs(self._key, error)
+        except OSError:
+            if self._keeps:
                 raise
 
     def keep(self, key: bytes, content: bytes) -> None:

@@ -10,7 +10,12 @@ Rules:
    is that of a different file.
 3. A file that changed a moment ago has no identity, because its times could stay equal at the next change. A
    time in the future never becomes old enough.
-4. Asking never raises and changes nothing: what cannot be identified gives the reason.
+4. Times that were chosen by whoever made a disk image prove nothing: those in whole seconds, on a read-only
+   mount or on a file system with finer times. Such a file is known by its content, which a process hashes
+   once, and again after something was mounted or unmounted.
+5. What a file object gives is its file only if it has buffered nothing older, and no forked process moves the
+   position that they share (`is_fresh`, `is_shared`).
+6. Asking never raises and changes nothing: what cannot be identified gives the reason.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import hashlib
 import io
 import operator
 import os
+import select
 import stat
 import time
 from pathlib import Path
@@ -42,7 +48,13 @@ FILES: set[type] = {io.FileIO}
 # Here, an inode goes to another file after a deletion alone, which shows in ctime.
 _LASTING_INODES = frozenset({"ext4", "xfs", "btrfs", "zfs", "tmpfs"})
 _LOCAL = _LASTING_INODES | {"erofs", "ext2", "ext3", "f2fs", "iso9660", "overlay", "ramfs", "squashfs"}
+_SECOND_NS = 1_000_000_000
 _MOUNTS_LAST_S = 10.0  # so long, a device number is taken for the file system that it was
+
+
+MAX_FILE_BYTES = 1 << 30  # a larger one, of many images perhaps, would be read in whole to be known
+AS_FILE = "file"  # libraries leave an object that reads a file in another state than one that reads memory
+_READ_BYTES = 1 << 20
 
 
 class Identity(NamedTuple):
@@ -68,8 +80,9 @@ class Unknown(enum.Enum):
     TOO_NEW = "changed a moment ago"
     IN_THE_FUTURE = "with a time in the future"
     NOT_A_FILE = "not read from a plain file"
+    HELD = "of a file object that was read before, or is shared with a forked process"
     UNREADABLE = "could not be asked"
-    TOO_LARGE = "of a file larger than 1 GiB, which are not cached on disk"
+    TOO_LARGE = "of a file larger than 1 GiB, which is too large to be hashed"
 
 
 class _FileSystem(NamedTuple):
@@ -95,7 +108,8 @@ def identify_path(path: Any) -> Identity | Unknown:
         if not stat.S_ISREG(facts[-1]):
             return Unknown.NOT_A_FILE
         file_system = _file_systems.get(facts[0])
-        if file_system is None or not file_system.has_lasting_inodes or _is_old(file_system):
+        is_quick = file_system is not None and file_system.has_lasting_inodes and facts[4] % _SECOND_NS
+        if file_system is None or not is_quick or _is_old(file_system):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return identify_descriptor(descriptor)
@@ -136,6 +150,43 @@ def facts_of_stream(stream: Any) -> Facts | Unknown:
         return Unknown.UNREADABLE
 
 
+def is_fresh(stream: Any) -> bool:
+    """Whether what a file object, one with facts, will give from its beginning is what its file has now."""
+    try:
+        ahead = os.lseek(stream.fileno(), 0, os.SEEK_CUR)
+        if stream.tell():
+            return False
+        return not ahead or bool(stream.peek()[:ahead] == os.pread(stream.fileno(), ahead, 0))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+_shared: dict[int, tuple[int, int]] = {}  # by descriptor: device and inode of a file open at the last fork
+
+
+def _note_shared() -> None:
+    _shared.clear()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing
+                device, inode, *_, mode = facts_of(int(name))
+                if stat.S_ISREG(mode):
+                    _shared[int(name)] = device, inode
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(before=_note_shared)
+
+
+def is_shared(descriptor: int) -> bool:
+    """Whether another process can move the position of an open file, because it was open when one forked.
+
+    Raises:
+        OSError: It is closed.
+    """
+    return descriptor in _shared and _shared[descriptor] == facts_of(descriptor)[:2]
+
+
 def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
     """The identity of an open file, of which the system says these facts."""
     device, *_, mode = facts
@@ -146,9 +197,66 @@ def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
         if file_system is None or _is_old(file_system):
             file_system = _file_systems[device] = _file_system_of(descriptor)
         path = "" if file_system.has_lasting_inodes else os.readlink(f"/proc/self/fd/{descriptor}")
+        identity = _identity_of(facts, file_system, path)
+        if isinstance(identity, Unknown) or _has_own_times(facts[4], file_system):
+            return identity
+        return _by_content(identity, descriptor)
     except OSError:
         return Unknown.UNREADABLE
-    return _identity_of(facts, file_system, path)
+
+
+def _has_own_times(ctime_ns: int, file_system: _FileSystem) -> bool:
+    """Whether the kernel set the ctime of a file, as far as is known; see rule 4."""
+    mount = "" if file_system.has_lasting_inodes else file_system.mount
+    return ctime_ns % _SECOND_NS > 0 or (bool(mount) and "ro" not in mount.split()[-1].split(","))
+
+
+def _by_content(identity: Identity, descriptor: int) -> Identity | Unknown:
+    if int(identity.parts[2]) > MAX_FILE_BYTES:
+        return Unknown.TOO_LARGE
+    hashed = _hashed()
+    if identity not in hashed:
+        hashed[identity] = hash_of(descriptor)
+    return Identity((hashed[identity], identity.parts[2], AS_FILE))
+
+
+class _Mounts(NamedTuple):
+    pid: int
+    file: Any
+    poll: Any
+
+
+_mounts: list[_Mounts] = []  # the one of this process
+_contents: dict[Identity, bytes] = {}
+
+
+def _hashed() -> dict[Identity, bytes]:
+    """The contents that were hashed since something was mounted or unmounted.
+
+    The kernel tells this once for each time that the list of mounts was opened (proc(5)), also if the new
+    list reads as the old one.
+    """
+    if not _mounts or _mounts[0].pid != os.getpid():  # a fork shares the file, so one of the two is told
+        file, poll = _MOUNTS.open(), select.poll()
+        poll.register(file, select.POLLPRI)
+        _mounts[:] = [_Mounts(os.getpid(), file, poll)]
+        _contents.clear()
+    elif _mounts[0].poll.poll(0):
+        _contents.clear()
+    return _contents
+
+
+def hash_of(descriptor: int) -> bytes:
+    """The SHA-256 of the content of an open file, whose position stays.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    sha256, at = hashlib.sha256(), 0
+    while data := os.pread(descriptor, _READ_BYTES, at):
+        sha256.update(data)
+        at += len(data)
+    return sha256.digest()
 
 
 def identify_content(buffer: Any) -> Identity | Unknown:

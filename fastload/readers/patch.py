@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pkgutil
+import gc
+import sys
 import threading
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,16 +44,17 @@ class Patch:
     """An attribute to replace.
 
     Attributes:
-        owner: The module or class that has it.
+        owner: The module, class or other object that has it.
         name: Its name.
         wrap: Makes the wrapper from the original.
         observe: What `wrap` gets of an original that observers have wrapped; None: that is left alone.
     """
 
-    owner: ModuleType | type
+    owner: Any
     name: str
     wrap: Callable[[Any], Any]
     observe: Callable[[Any], Any] | None = None
+    _num_held: int = sys.maxsize  # references to the original when an object was last found to have it
 
     @functools.cached_property
     def original(self) -> Any:
@@ -69,11 +71,13 @@ class Patch:
     def wrapper(self) -> Any:
         """What takes its place."""
         wrapper = self.wrap(self._observed)
-        if not isinstance(self.owner, ModuleType):
-            return functools.wraps(self.original)(wrapper)
-        function = functools.update_wrapper(_Function(wrapper), self.original)
-        vars(function)["patch"] = self
-        return function
+        if isinstance(self.owner, type):
+            return (
+                wrapper
+                if hasattr(wrapper, "__get__") and not callable(wrapper)
+                else _Method(functools.wraps(self.original)(wrapper), self.original)
+            )
+        return _Function(wrapper, self.original)
 
     @functools.cached_property
     def _observed(self) -> Any:
@@ -104,33 +108,84 @@ class Patch:
             origin = getattr(original, "__objclass__", named).__module__
         return origin.partition(".")[0] == library
 
-    def put(self) -> bool:
-        """Replace the attribute, if it is the original; returns whether it was."""
+    def put(self) -> None:
+        """Replace the attribute, if it is the original."""
         if self.current is not self.original or not self.is_genuine:
-            return False
-        setattr(self.owner, self.name, self.wrapper)
-        return True
+            return
+        if isinstance(self.owner, ModuleType) and innermost(self.original) is self.original:
+            self._put_for_good()
+        else:
+            setattr(self.owner, self.name, self.wrapper)
 
     def take_away(self) -> None:
-        """Restore the attribute, if it is the wrapper."""
-        if vars(self.owner).get(self.name) is self.wrapper:
+        """Restore an attribute that is not a module's, if it is the wrapper."""
+        if not isinstance(self.owner, ModuleType) and vars(self.owner).get(self.name) is self.wrapper:
             setattr(self.owner, self.name, self.original)
 
-    def reduce(self) -> tuple[Any, ...]:
-        """What pickles the function of a module, whether it is replaced or not."""
-        return pkgutil.resolve_name, (f"{self.owner.__name__}:{self.name}",)
+    def _put_for_good(self) -> None:
+        """Replace a function in all modules and tables that have it, unless something else refers to it."""
+        num_references = sys.getrefcount(self.original)
+        if num_references >= self._num_held:
+            return
+        own = vars(self)
+        tables = [each for each in gc.get_referrers(self.original) if type(each) is dict and each is not own]
+        values = (value for table in (*tables, own) for value in [*table.values()])
+        if num_references > sum(value is self.original for value in values) + 1:
+            self._num_held = num_references
+            return
+        for table in tables:
+            for key in [key for key, value in table.items() if value is self.original]:
+                table[key] = self.wrapper
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the function is left alone because an object that is no table refers to it."""
+        return isinstance(self.owner, ModuleType) and self.current is self.original
 
 
-class _Function(functools.partial):  # type: ignore[type-arg]  # calls at the speed of C
-    """A wrapper of a module's function, which pickles as the original."""
+class _Method:
+    """A method of a class; as an attribute of the class, it is the original."""
+
+    def __init__(self, method: Callable[..., Any], original: Any) -> None:
+        self._method, self._original = method, original
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self  # as an attribute of a class, a built-in function is no method
+        return self._original if instance is None else MethodType(self._method, instance)
 
-    def __reduce__(self) -> Any:
-        return vars(self)["patch"].reduce()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["patch"].original, name)
+class _Function:
+    """A wrapper of a function, which all but `type()` takes for the function."""
+
+    __slots__ = ("__weakref__", "call", "original")
+
+    def __init__(self, call: Callable[..., Any], original: Any) -> None:
+        object.__setattr__(self, "call", call)
+        object.__setattr__(self, "original", original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return object.__getattribute__(self, "call")(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        original = object.__getattribute__(self, "original")
+        if name == "__reduce_ex__":  # that of a function in Python is in pickle
+            return lambda _: original.__qualname__
+        return getattr(original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "original"), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "original"), name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        is_bound = instance is not None and hasattr(object.__getattribute__(self, "original"), "__get__")
+        return MethodType(self, instance) if is_bound else self
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or object.__getattribute__(self, "original") is other
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "original"))
+
+    def __repr__(self) -> str:
+        return repr(object.__getattribute__(self, "original"))

@@ -3,29 +3,28 @@
 Rules:
 
 1. A wrapper does what the original does while no cache is active in its thread.
-2. Functions of modules are replaced during a fetch only, so a dataset that holds one can be pickled at any
-   other time. Methods of classes stay replaced until the last cache is closed: changing a class slows down
-   all code that uses it for a moment.
-3. Only originals are replaced. A function that other code has wrapped or replaced is left alone, before and
+2. A program finds one object for a function, wherever and whenever it looks, so comparisons and tables stay
+   right: a module's function is replaced in all modules and dicts at once, for the life of the process, and
+   only if nothing else refers to it: an attribute, a key or a default would go on being the original.
+3. Methods are replaced until the last cache is closed; as attributes of their classes they are the originals.
+4. Only originals are replaced. A function that other code has wrapped or replaced is left alone, before and
    after; an attribute is restored only if it is still the wrapper.
 """
 
 from __future__ import annotations
 
-import copyreg
 import os
 import pkgutil
 import sys
 import threading
 import weakref
-from types import BuiltinFunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastload.readers.patch import thread
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
     from fastload.readers.patch import Patch
@@ -47,14 +46,6 @@ READERS = {
 # Those that remember nothing, and those that are of use without a cache.
 _ENDS = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
 _WITHOUT_CACHE = _ENDS | {"PIL.Image"}
-
-
-def _reduce_builtin(function: Any) -> Any:
-    """What pickles a built-in function, also one that is replaced: pickle would not find it by its name."""
-    for patch in list(_patches.each(ModuleType)):
-        if function is patch.original:
-            return patch.reduce()
-    return function.__reduce__()
 
 
 def _is_imported(library: str) -> bool:
@@ -89,29 +80,34 @@ class _Patches:
                 log.info("%s is not met: %r", library, error)
         return [patch for library in libraries for patch in self.by_library.get(library, ())]
 
-    def each(self, kind: type) -> Iterator[Patch]:
-        for patches in list(self.by_library.values()):
-            yield from (patch for patch in patches if isinstance(patch.owner, kind))
+    def put(self, libraries: Collection[str]) -> None:
+        for patch in self.meet(libraries):
+            patch.put()
 
     def count_fetch(self, change: int) -> None:
         self.num_fetches += change
         thread.num_fetches += change
 
-    def take_away(self, kind: type) -> None:
-        for patch in self.each(kind):
-            patch.take_away()
+    def take_away(self) -> None:
+        for patches in self.by_library.values():
+            for patch in patches:
+                patch.take_away()
+
+    def before_fork(self) -> None:
+        """Meet what was imported since, before a worker freezes objects, so that `gc` finds none of them."""
+        if self.caches:
+            with self.lock:
+                self.put(READERS)
 
     def after_fork(self) -> None:
         """In a child, only the thread that forked can be fetching."""
         self.lock = threading.RLock()
         self.num_fetches = thread.num_fetches
-        if not self.num_fetches:
-            self.take_away(ModuleType)
 
 
 _patches = _Patches()
 if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=_patches.after_fork)
+    os.register_at_fork(before=_patches.before_fork, after_in_child=_patches.after_fork)
 
 
 class installed:  # noqa: N801  # a block, used as a function; a generator would take twice as long
@@ -122,17 +118,12 @@ class installed:  # noqa: N801  # a block, used as a function; a generator would
 
     def __enter__(self) -> None:
         with _patches.lock:
-            patches = _patches.meet(self._libraries)
+            _patches.put(self._libraries)
             _patches.count_fetch(1)
-            for patch in patches:
-                if patch.put() and isinstance(patch.owner, ModuleType):
-                    copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
 
     def __exit__(self, *exc_info: object) -> None:
         with _patches.lock:
             _patches.count_fetch(-1)
-            if not _patches.num_fetches:
-                _patches.take_away(ModuleType)
 
 
 _met_without_cache = installed(_WITHOUT_CACHE)
@@ -144,21 +135,22 @@ def without_cache() -> AbstractContextManager[None] | None:
 
 
 def unmet() -> list[str]:
-    """Functions and methods of imported libraries that are left alone, because other code replaced them."""
+    """Functions and methods of imported libraries that are left alone, each with the reason."""
     libraries = READERS.keys() - _ENDS
     with _patches.lock:
         patches = _patches.meet(libraries)
     return [
-        f"{patch.owner.__name__}.{patch.name}"
+        f"{patch.owner.__name__}.{patch.name} ({'an object holds it' if patch.is_held else 'replaced'})"
         for patch in patches
-        if patch.current not in (patch.original, patch.wrapper) or not patch.is_genuine
+        if patch.is_held or patch.current not in (patch.original, patch.wrapper) or not patch.is_genuine
     ]
 
 
 def retain(cache: object) -> None:
-    """Let classes stay replaced until `release` is called for the last cache."""
+    """Meet the libraries, and let classes stay replaced until `release` is called for the last cache."""
     with _patches.lock:
         _patches.caches.add(cache)
+        _patches.put(READERS)  # so that processes forked from this one find the same objects
 
 
 def release(cache: object) -> None:
@@ -166,6 +158,4 @@ def release(cache: object) -> None:
     with _patches.lock:
         _patches.caches.discard(cache)
         if not _patches.caches and not _patches.num_fetches:
-            _patches.take_away(object)
-            if copyreg.dispatch_table.get(BuiltinFunctionType) is _reduce_builtin:
-                del copyreg.dispatch_table[BuiltinFunctionType]
+            _patches.take_away()

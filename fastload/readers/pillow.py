@@ -5,19 +5,23 @@ is active, an opened image takes its pixels from the cache when it is loaded (se
 Pillow, and then they are kept. Rules:
 
 1. The file is identified before Pillow reads its header, and again before pixels are taken, and after pixels
-   were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`.
+   were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`. A file object must
+   give its file, and what it reads must be the image's file still.
 2. A hit leaves the object as loading did: the attributes that changed then are stored beside the pixels. If
    one of them was not a plain value, nothing is stored.
 3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
-   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES.
+   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES. What a decoder or a method makes that is not
+   Pillow's own, or what was filled up, is not remembered.
 
 Without a cache, an opened JPEG and its copies show one core until one of them changes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
+import operator
 import os
 import sys
 import threading
@@ -28,8 +32,10 @@ import PIL
 from PIL import Image, ImageFile, features
 from PIL.PngImagePlugin import iTXt
 
+from fastload.errors import DecodeMismatchError
 from fastload.readers import lazy_image
 from fastload.readers.decode_cache import (
+    CUT,
     OTHER_FORMAT,
     SEVERAL_FRAMES,
     UNUSUAL,
@@ -47,7 +53,9 @@ from fastload.readers.identity import (
     identify_descriptor,
     identify_facts,
     identify_stream,
+    is_fresh,
     is_plain,
+    is_shared,
 )
 from fastload.readers.lazy_image import LazyCore, LazyMethod, is_possible
 from fastload.readers.patch import OPENED, Patch, thread
@@ -55,7 +63,7 @@ from fastload.readers.request import may_fuse
 from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from fastload.readers.decode_cache import Stored
     from fastload.readers.sources import Content
@@ -120,7 +128,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
         if self._im is None:
-            vars(self)[OPENED] = _Remembered(cache, source)
+            vars(self)[OPENED] = _Remembered(cache, source, self.fp)
 
     return init
 
@@ -141,14 +149,18 @@ class _File:
 
     def __init__(self, file: Any) -> None:
         self.file = file
-        self._facts = facts_of_stream(file)
+        facts = facts_of_stream(file)
+        self._facts = facts if isinstance(facts, Unknown) or is_fresh(file) else Unknown.HELD
 
     def identity(self) -> Identity | Unknown:
         """That of the file, if it is the same as when it was opened."""
+        if isinstance(self._facts, Unknown):
+            return self._facts
         facts = facts_of_stream(self.file)
-        if facts != self._facts:
+        if isinstance(facts, Unknown) or facts != self._facts:
             return Unknown.TOO_NEW
-        return facts if isinstance(facts, Unknown) else identify_facts(facts, self.file.fileno())
+        descriptor = self.file.fileno()
+        return Unknown.HELD if is_shared(descriptor) else identify_facts(facts, descriptor)
 
     def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
         """Load the image, which may close the file; returns the identity of the file afterwards."""
@@ -234,10 +246,12 @@ class _Remembered(_Opened):
     Args:
         cache: The cache that was active.
         source: What it reads.
+        file: The image's attribute `fp` after opening.
     """
 
-    def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
+    def __init__(self, cache: DecodeCache, source: _File | _Bytes, file: Any) -> None:
         super().__init__()
+        self._file = file
         self._cache = cache
         self._source = source
 
@@ -248,7 +262,7 @@ class _Remembered(_Opened):
         is_uncompressed = image.format in ("BMP", "TIFF") and all(tile[0] == "raw" for tile in image.tile)
         if is_uncompressed and type(self._source) is _Bytes:
             return  # hashing it takes longer
-        reason: Unknown | str | None = _why_not(image)
+        reason: Unknown | str | None = UNUSUAL if image.fp is not self._file else _why_not(image)
         identity = self._source.identity()
         known = identity if reason else cache.known_as(identity, self._source.file)
         key = None
@@ -256,6 +270,8 @@ class _Remembered(_Opened):
             key = _key(image, known)
         if key is None:
             cache.missed(reason or (known if isinstance(known, Unknown) else UNUSUAL))
+            return
+        if cache.is_unsteady(key):
             return
         stored = cache.find(key)
         is_held_back = stored is None and _is_held_back(image)
@@ -278,11 +294,11 @@ class _Remembered(_Opened):
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
-        with inactive():
+        with inactive(), _reads(image) as is_cut:
             identity_after = self._source.decode(image.load, is_closed=image._exclusive_fp)
-        if identity_after != identity:
+        if identity_after != identity or is_cut:
             if stored is None:
-                cache.missed(Unknown.TOO_NEW)
+                cache.missed(CUT if is_cut else Unknown.TOO_NEW)
             return
         learned = _learned(image, before, info, file)
         if learned is None:
@@ -297,7 +313,44 @@ class _Remembered(_Opened):
         if stored is None:
             cache.keep(key, pixels, (raw, *learned))
         else:
-            cache.verify(stored.array, pixels, image.filename or "an image in memory")
+            try:
+                cache.verify(stored.array, pixels, image.filename or "an image in memory")
+            except DecodeMismatchError as error:
+                cache.differs(key, error)
+
+
+def _is_mapped(image: Any) -> bool:
+    """Whether loading maps the file, which a method that reads would prevent."""
+    if not image.filename or [tile[0] for tile in image.tile] != ["raw"]:
+        return False
+    arguments = image.tile[0][3]
+    return bool((arguments if type(arguments) is str else arguments[0]) == image.mode)
+
+
+@contextlib.contextmanager
+def _reads(image: Any) -> Iterator[list[bool]]:
+    """Yields a list that is not empty once LOAD_TRUNCATED_IMAGES has made up for a read that gave nothing."""
+    is_cut: list[bool] = []
+    if not ImageFile.LOAD_TRUNCATED_IMAGES or _is_mapped(image):
+        yield is_cut
+        return
+    read = getattr(image, "load_read", None)
+
+    def load_read(num_bytes: int) -> bytes:
+        try:
+            content: bytes = (read or image.fp.read)(num_bytes)
+        except Exception:
+            is_cut.append(True)
+            raise
+        if not content or "_ended" in vars(image):  # of a JPEG that ends early
+            is_cut.append(True)
+        return content
+
+    image.load_read = load_read
+    try:
+        yield is_cut
+    finally:
+        vars(image).pop("load_read", None)
 
 
 def _why_not(image: Any) -> str | None:
@@ -307,9 +360,35 @@ def _why_not(image: Any) -> str | None:
         return UNUSUAL
     if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
         return SEVERAL_FRAMES
+    if not _is_pillows(image):
+        return UNUSUAL
     if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
         return UNUSUAL  # loading turns it, and changes its tags
     return None
+
+
+def _is_pillows(image: Any) -> bool:
+    """Whether the decoders and methods that load it are Pillow's own, or its plugin's."""
+    cls: Any = type(image)
+    get, names, methods = _loaders(cls)
+    return (
+        get(cls) == methods
+        and names.isdisjoint(vars(image))
+        and all(_is_genuine(Image.DECODERS.get(tile[0])) for tile in image.tile)
+    )
+
+
+@functools.cache
+def _loaders(cls: Any) -> tuple[Callable[[type], Any], frozenset[str], tuple[Any, ...] | None]:
+    """What gets the methods that load images of a class, their names, and they; None: not all are genuine."""
+    names = [name for name in dir(cls) if name.startswith(("load", "_load")) and callable(getattr(cls, name))]
+    get = operator.attrgetter(*names)
+    methods = get(cls)
+    return get, frozenset(names), methods if all(map(_is_genuine, methods)) else None
+
+
+def _is_genuine(function: Any) -> bool:
+    return function is None or function.__module__.partition(".")[0] in ("PIL", "pillow_heif")
 
 
 def _is_held_back(image: Any) -> bool:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastload.readers import patches
-from fastload.readers.decode_cache import FULL, NEW, NO_SPACE, OTHER_FORMAT, SEVERAL_FRAMES, UNUSUAL
+from fastload.readers.decode_cache import (
+    CUT,
+    FULL,
+    NEW,
+    NO_SPACE,
+    OTHER_FORMAT,
+    SEVERAL_FRAMES,
+    UNSTEADY,
+    UNUSUAL,
+)
 from fastload.readers.identity import SETTLED_REMOTE_S, SETTLED_S, Unknown
 
 if TYPE_CHECKING:
@@ -19,9 +28,13 @@ _MEANINGS = {
     OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by fastload.remember(your_function)",
     Unknown.TOO_NEW.value: (
         f"read again later, they are remembered: a file must be unchanged for {SETTLED_S:.0f} seconds, and "
-        f"for {SETTLED_REMOTE_S:.0f} on network mounts"
+        f"for {SETTLED_REMOTE_S:.0f} on network mounts. Files that are written for each access never are: "
+        "decode their bytes instead (cv2.imdecode, io.BytesIO)"
     ),
-    Unknown.TOO_LARGE.value: 'remembered in memory only: cache="ram"',
+    UNSTEADY: "their decoder does not repeat itself, as a warning said: convert them",
+    CUT: "by LOAD_TRUNCATED_IMAGES, for this access alone: repair these files",
+    Unknown.HELD.value: "open the file in __getitem__, on each access",
+    Unknown.TOO_LARGE.value: 'remembered by cache="ram", unless they are on a disk image',
     NO_SPACE: "free space on the disk of the cache, or let this user write there",
     Unknown.IN_THE_FUTURE.value: "never remembered: `touch` these files, or set the clock of the machine",
     Unknown.NOT_A_FILE.value: "members of archives and streams: extract them, or read their bytes to memory",
@@ -41,7 +54,7 @@ def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
     """What a cache did: a line with the figures, and one for each reason, the most frequent first."""
     if not hits and not misses:
         names = patches.unmet()
-        why = [f"  replaced by other code, and so not remembered: {', '.join(names)}"] if names else []
+        why = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
         return [_NOTHING, *why]
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
     lines = [f"  {count:,} {reason}: {_MEANINGS[reason]}" for reason, count in ordered]

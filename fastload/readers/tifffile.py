@@ -16,7 +16,7 @@ import tifffile
 from tifffile import TiffFile
 
 from fastload.readers.decode_cache import current, do_not_keep, inactive
-from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream
+from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream, is_fresh, is_shared
 from fastload.readers.observed import Observed, kind_of
 from fastload.readers.patch import Patch
 
@@ -82,8 +82,9 @@ def _read(original: Callable[..., Any], path: Any, kwargs: dict[str, Any]) -> An
 
 def _init(original: Callable[..., Any]) -> Callable[..., None]:
     def __init__(self: Any, file: Any, /, **kwargs: Any) -> None:  # noqa: N807
+        is_whole = current() is not None and (isinstance(file, (str, PurePath)) or is_fresh(file))
         original(self, file, **kwargs)
-        if current() is not None and not any(value is not None for value in kwargs.values()):
+        if is_whole and not any(value is not None for value in kwargs.values()):
             vars(self)[_IDENTITY] = _identify(self)
 
     return __init__
@@ -118,10 +119,16 @@ def _is_compressed_in_one_file(tiff: Any) -> bool:
 
 def _identify(tiff: Any) -> Identity | Unknown:
     stream = tiff.filehandle
-    return Unknown.NOT_A_FILE if stream._offset else identify_stream(stream._fh)
+    if stream._offset:
+        return Unknown.NOT_A_FILE
+    identity = identify_stream(stream._fh)
+    is_known = isinstance(identity, Identity)
+    return Unknown.HELD if is_known and is_shared(stream._fh.fileno()) else identity
 
 
 def _identity(tiff: Any) -> Identity | Unknown:
     """The identity of the file, if it is still the one whose pages were parsed."""
     identity = _identify(tiff)
-    return identity if identity == vars(tiff).get(_IDENTITY) else Unknown.NOT_A_FILE
+    if isinstance(identity, Unknown):
+        return identity
+    return identity if identity == vars(tiff).get(_IDENTITY) else Unknown.HELD

@@ -1,7 +1,7 @@
 """torchvision.io: its decoders of JPEG, PNG, GIF and WebP, by the content of their input.
 
-They are met at the operators that all functions of `torchvision.io` call (`read_image`, `decode_image`, ...),
-so names that were imported before are met, too. Reading a file to memory is real.
+They are met in the operators that all functions of `torchvision.io` call (`read_image`, `decode_image`, ...),
+so names that were imported before are met, too, and stay the same objects. Reading a file to memory is real.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def patches() -> list[Patch]:
     """What is replaced in torchvision: operators that were loaded."""
     operators = torch.ops.image
     names = [name for name in _DECODERS if hasattr(operators, name)]
-    return [Patch(operators, name, partial(_decoder, name)) for name in names]
+    return [Patch(getattr(operators, name), "_op", partial(_decoder, name)) for name in names]
 
 
 def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,11 @@ from tests.kit.decoding import DictStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+for library in ("cv2", "tifffile"):
+    pytest.importorskip(library)
+with patches.installed():  # before tests hold their functions, which would then be left alone
+    pass
+
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -18,6 +18,7 @@ from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import (
     FULL,
     NEW,
+    UNSTEADY,
     UNUSUAL,
     VERIFY_VARIABLE,
     DecodeCache,
@@ -27,6 +28,7 @@ from fastload.readers.decode_cache import (
 )
 from fastload.readers.identity import Identity, Unknown, identify_path
 from fastload.system.cache_counts import cache_counts
+from fastload.system.logs import say_once
 from tests.kit.decoding import DictStore
 
 if TYPE_CHECKING:
@@ -353,3 +355,22 @@ def test_many_threads_read_one_cache(settled: None) -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+def test_a_decoder_that_does_not_repeat_itself_is_not_remembered(
+    settled: None, counts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From then on each access decodes, in each process that has the store; one warning names the file."""
+    store = DictStore()
+    caches = [DecodeCache(store, verify_share=0.5) for _ in range(2)]
+    say_once.cache_clear()
+
+    def access(cache: DecodeCache, number: int) -> int:
+        return int(read(cache, np.full(3, number))[0])
+
+    assert [access(caches[0], number) for number in range(6)] == [0, 0, 2, 3, 4, 5]
+    assert [access(caches[1], number) for number in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert [access(DecodeCache(store, verify_share=0), number) for number in range(2)] == [0, 1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a file" in caplog.text
+    assert cache_counts.reasons[UNSTEADY] > 0

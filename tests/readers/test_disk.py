@@ -312,34 +312,26 @@ def test_a_folder_that_moves_with_its_cache_is_known_at_once(
 
 
 def test_times_of_a_disk_image_prove_nothing(
-    folder: Path, cache: str, hashed: list[int], monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files with such times are hashed once in each process, and what is found then is used."""
-    monkeypatch.setattr(disk_store, "_has_own_times", lambda _: False)
+    hashed: list[int] = []
+    real = identity.hash_of
+    monkeypatch.setattr(identity, "hash_of", lambda fd: hashed.append(fd) or real(fd))
+    monkeypatch.setattr(identity, "_has_own_times", lambda *_: False)
+    monkeypatch.setattr(identity, "_LASTING_INODES", frozenset())
+    mounts: list[Any] = []
+    monkeypatch.setattr(identity, "_contents", {})
+    monkeypatch.setattr(identity, "_mounts", mounts)
+    identity._file_systems.clear()
     assert [misses(Photos(folder), cache) for _ in range(2)] == [SIZE, 0]
-    assert len(hashed) == 2 * SIZE
-    with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
-        for _ in range(3):
-            list(loader)
-    assert len(hashed) == 2 * SIZE
-    monkeypatch.setattr(disk_store, "_MAX_HASHED", 5)
+    assert len(hashed) == SIZE
+    identity._contents.clear()
     assert misses(Photos(folder), cache) == 0
-
-
-@pytest.mark.parametrize(
-    ("ctime_ns", "mount", "expected"),
-    [
-        (5_000_000_001, (), True),
-        (5_000_000_000, (), False),
-        (5_000_000_001, ("/a", "36 35 7:0 / /a ro - squashfs /dev/loop0 ro"), True),
-        (5_000_000_000, ("/a", "36 35 7:0 / /a ro - squashfs /dev/loop0 ro,errors=continue"), False),
-        (5_000_000_000, ("/a", "36 35 0:50 / /a rw - fuse.s3fs s3fs rw,user_id=0"), True),
-        (5_000_000_000, ("/a", ""), False),
-    ],
-)
-def test_whole_seconds_are_told_from_a_kernels_times(ctime_ns: int, mount: Any, expected: bool) -> None:
-    """By the time, and by the mount where the file system is not one of finer times."""
-    assert disk_store._has_own_times(Identity((1, 2, 3, 4, ctime_ns, *mount))) == expected
+    assert len(hashed) == 2 * SIZE
+    identity._file_systems.clear()
+    for each in mounts:
+        each.file.close()
 
 
 def test_what_changes_while_it_is_hashed_is_not_known(

@@ -15,6 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections import OrderedDict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -444,3 +445,104 @@ def test_keys_differ_for_values_that_are_equal_in_python() -> None:
     values = [1, 1.0, True, "1", b"1", 0.0, -0.0, (1,), ((1,),)]
     for one, other in itertools.combinations(values, 2):
         assert digest(one) != digest(other)
+
+
+@pytest.mark.parametrize(
+    ("ctime_ns", "kind", "options", "expected"),
+    [
+        (5_000_000_001, "ext4", "rw", True),
+        (5_000_000_000, "ext4", "rw", False),
+        (5_000_000_001, "squashfs", "ro", True),
+        (5_000_000_000, "squashfs", "ro,errors=continue", False),
+        (5_000_000_000, "fuse.s3fs", "rw,user_id=0", True),
+        (5_000_000_000, "", "", False),
+    ],
+)
+def test_whole_seconds_are_told_from_a_kernels_times(
+    ctime_ns: int, kind: str, options: str, expected: bool
+) -> None:
+    """By the time, and by the mount where the file system is not one of finer times."""
+    mount = kind and f"36 35 7:0 / /a ro - {kind} /dev/x {options}"
+    file_system = identity._FileSystem(kind == "ext4", 0, mount, 0)
+    assert identity._has_own_times(ctime_ns, file_system) == expected
+
+
+@pytest.fixture
+def chosen_times(monkeypatch: pytest.MonkeyPatch, settled: None) -> Iterator[None]:
+    """All files have times that whoever made a disk image chose."""
+    real = identity._facts
+    monkeypatch.setattr(identity, "_facts", lambda stat: (*real(stat)[:3], 0, 0, real(stat)[-1]))
+    monkeypatch.setattr(identity, "_contents", {})
+    mounts: list[Any] = []
+    monkeypatch.setattr(identity, "_mounts", mounts)
+    yield
+    for each in mounts:
+        each.file.close()
+
+
+@pytest.mark.usefixtures("chosen_times")
+def test_a_file_with_chosen_times_is_its_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is hashed once, and again after something was mounted, as another disk image with equal times."""
+    before = identify_path(path)
+    assert isinstance(before, Identity)
+    assert before.is_of_content
+    assert before != identify_content(b"content")  # libraries leave a stream in another state
+    path.write_bytes(b"another")
+    assert identify_path(path) == before  # as is inherent in equal times
+
+    class Told:
+        def poll(self, timeout: int) -> list[int]:
+            return [timeout]
+
+    identity._mounts[:] = [identity._mounts[0]._replace(poll=Told())]
+    assert identify_path(path) != before
+
+
+@pytest.mark.usefixtures("chosen_times")
+def test_a_forked_process_hashes_for_itself(path: Path) -> None:
+    """The kernel tells only one of the processes that share a file of the mounts."""
+    identify_path(path)
+    mounts = identity._mounts[0].file
+    with get_context("fork").Pool(1) as pool:
+        assert pool.apply(_reopens, (mounts.fileno(), str(path)))
+
+
+def _reopens(number: int, path: str) -> bool:
+    identify_path(path)
+    return identity._mounts[0].pid == os.getpid() and identity._mounts[0].file.fileno() != number
+
+
+@pytest.mark.usefixtures("chosen_times")
+def test_a_large_file_with_chosen_times_is_not_hashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be read in whole by each process."""
+    monkeypatch.setattr(identity, "MAX_FILE_BYTES", 3)
+    assert identify_path(path) is Unknown.TOO_LARGE
+
+
+def test_a_stream_is_fresh_until_it_gives_something_else_than_its_file(path: Path) -> None:
+    """Read-ahead counts if the file has the same bytes still; another position, and old bytes, do not."""
+    with path.open("rb") as stream, path.open("rb", buffering=0) as raw:
+        assert identity.is_fresh(stream)
+        assert identity.is_fresh(raw)
+        stream.read(3)
+        assert not identity.is_fresh(stream)
+        stream.seek(0)
+        assert identity.is_fresh(stream)
+        path.write_bytes(b"another")
+        assert not identity.is_fresh(stream)
+        assert identity.is_fresh(raw)
+        os.lseek(stream.fileno(), 5, os.SEEK_SET)
+        assert not identity.is_fresh(stream)
+    assert not identity.is_fresh(stream)
+    assert not identity.is_fresh(object())
+
+
+def test_a_file_that_is_open_while_a_process_forks_is_shared(path: Path) -> None:
+    """In both processes, until it is opened anew."""
+    with path.open("rb") as stream:
+        assert not identity.is_shared(stream.fileno())
+        with get_context("fork").Pool(1) as pool:
+            assert identity.is_shared(stream.fileno())
+            assert pool.apply(identity.is_shared, (stream.fileno(),))
+            with path.open("rb") as other:
+                assert not identity.is_shared(other.fileno())

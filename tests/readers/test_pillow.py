@@ -651,3 +651,119 @@ def test_operations_in_a_row_are_as_in_pillow(steps: list[str], name: str, keeps
     with patches.installed(patches._WITHOUT_CACHE), pytest.MonkeyPatch.context() as changes:
         changes.setattr(pillow, "_MIN_SHARED_PIXELS", 0)
         assert run(Image.open(io.BytesIO(file))) == expected
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> Path:
+    """A gray JPEG."""
+    path = tmp_path / "photo.jpg"
+    Image.new("RGB", (64, 64), (200, 200, 200)).save(path)
+    return path
+
+
+def _first(source: Any) -> int:
+    with Image.open(source) as image:
+        return int(np.asarray(image)[0, 0, 0])
+
+
+class _Inverted(ImageFile.PyDecoder):
+    """Decodes to other pixels."""
+
+    def decode(self, buffer: bytes | Any) -> tuple[int, int]:
+        self.set_as_raw(bytes([55]) * (3 * 64 * 64))
+        return -1, 0
+
+
+def test_a_decoder_of_the_program_is_not_remembered(
+    photo: Path, cache: DecodeCache, store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Pillow's own decoded is not found while it is registered, and what it decodes is not stored."""
+    assert _first(photo) == 200
+    num_stored = len(store.values)
+    with monkeypatch.context() as registered:
+        registered.setitem(Image.DECODERS, "jpeg", _Inverted)
+        assert [_first(photo) for _ in range(2)] == [55, 55]
+    assert len(store.values) == num_stored
+    assert _first(photo) == 200
+
+
+@pytest.mark.parametrize("is_of_class", [True, False])
+@pytest.mark.parametrize("name", ["load_end", "load_prepare", "load_read"])
+def test_a_method_of_the_program_is_not_remembered(
+    photo: Path,
+    cache: DecodeCache,
+    store: DictStore,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_of_class: bool,
+) -> None:
+    """A method that loading calls, replaced in the class or in the image, runs on each access."""
+    assert _first(photo) == 200
+    num_stored, calls = len(store.values), []
+    for _ in range(2):
+        with monkeypatch.context() as replaced, Image.open(photo) as image:
+            owner: Any = type(image) if is_of_class else image
+            real = getattr(owner, name)
+            replaced.setattr(owner, name, lambda *args, real=real: calls.append(name) or real(*args))
+            image.load()
+        assert calls
+        calls.clear()
+    assert len(store.values) == num_stored
+
+
+def test_another_file_of_an_opened_image_is_read(photo: Path, tmp_path: Path, cache: DecodeCache) -> None:
+    """An image whose `fp` was set has the pixels of that file."""
+    other = tmp_path / "other.jpg"
+    Image.new("RGB", (64, 64), (100, 100, 100)).save(other)
+    assert _first(photo) == 200
+    with other.open("rb") as file:
+        image = Image.open(photo)
+        image.fp = file
+        assert np.asarray(image)[0, 0, 0] == 100
+
+
+def test_what_a_file_object_has_buffered_of_an_older_file_is_not_stored(
+    photo: Path, cache: DecodeCache
+) -> None:
+    """A file that was written anew gives its own pixels to everybody who opens it."""
+    with photo.open("rb") as held:
+        assert _first(held) == 200
+        Image.new("RGB", (64, 64), (100, 100, 100)).save(photo)
+        held.seek(0)
+        np.asarray(Image.open(held))
+        with photo.open("rb") as fresh:
+            assert _first(fresh) == 100
+
+
+class _ShortReads(io.FileIO):
+    """A file that ends early now and then."""
+
+    is_short = False
+
+    def readinto(self, buffer: Any) -> int:
+        is_over = _ShortReads.is_short and self.tell() >= 8192
+        return 0 if is_over else super().readinto(memoryview(buffer)[:4096])
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "bmp"])
+def test_pixels_that_were_filled_up_are_not_stored(
+    tmp_path: Path, cache: DecodeCache, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """A short read under LOAD_TRUNCATED_IMAGES counts for this access alone."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    monkeypatch.setattr(identity, "FILES", {*identity.FILES, _ShortReads})
+    monkeypatch.setattr(_ShortReads, "is_short", False)
+    path = tmp_path / f"noise.{suffix}"
+    noise = np.random.default_rng(0).integers(0, 255, (100, 200, 3)).astype(np.uint8)
+    Image.fromarray(noise).save(path)
+
+    def pixels() -> bytes:
+        return Image.open(io.BufferedReader(_ShortReads(path))).tobytes()
+
+    _ShortReads.is_short = True
+    cut = pixels()
+    _ShortReads.is_short = False
+    with inactive():
+        expected = pixels()
+    assert cut != expected
+    assert [pixels() for _ in range(2)] == [expected] * 2

@@ -9,16 +9,13 @@ Rules:
    which one of these is another one, such as a copy, is read and hashed, and its pixels are found again.
 3. A hash is stored only if the file was the same, and unchanged for a while, before and after reading it
    (see `readers.identity`).
-4. Times that were chosen by whoever made a disk image prove nothing: those in whole seconds, on a read-only
-   mount or on a file system with finer times. Such a file is hashed once in each process.
-5. A directory that cannot be written is read, and a full disk ends storing and not the training.
+4. A directory that cannot be written is read, and a full disk ends storing and not the training.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import mmap
@@ -35,7 +32,17 @@ from fastload.cache.disk.rows import FILE, FORMAT_VERSION, PIXELS, content_of, f
 from fastload.cache.disk.segments import NAME, SegmentWriter
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.readers.decode_cache import NO_SPACE
-from fastload.readers.identity import Identity, Unknown, digest, file_system_of, identify_descriptor, is_local
+from fastload.readers.identity import (
+    AS_FILE,
+    MAX_FILE_BYTES,
+    Identity,
+    Unknown,
+    digest,
+    file_system_of,
+    hash_of,
+    identify_descriptor,
+    is_local,
+)
 from fastload.system.disk import write_new
 from fastload.system.logs import log, say_once
 from fastload.system.os_errors import why_unreadable, why_unwritable
@@ -50,18 +57,13 @@ if TYPE_CHECKING:
     from fastload.readers.decode_cache import Stored
 
 DESCRIPTION = "files.json"
-MAX_FILE_BYTES = 1 << 30  # a larger one, of many images perhaps, would be read in whole to be known
 _KIND = "decoded files"
 _DAMAGED, _READ_ONLY, _FULL = range(3)  # what is told once
-# Libraries leave an object that reads a file in another state than one that reads memory; and their floats
-# differ between processors of different kinds.
-_FILE, _MACHINE = "file", platform.machine()
+_MACHINE = platform.machine()  # floats differ between processors of different kinds
 _RETRY_S = 60.0  # after the disk was full
 _LOOK_REMOTE_EVERY_S = 1.0
 _POLL_EVERY_S = 5.0
-_READ_BYTES = 1 << 20
 _MAX_HASHED = 1 << 17  # contents that a process keeps in mind
-_SECOND_NS = 1_000_000_000
 
 
 def is_file_store(path: str) -> bool:
@@ -271,21 +273,19 @@ class DiskFileStore:
             return Unknown.TOO_LARGE
         path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
         key = digest("file", path, *identity.parts[2:5]) or b""  # of plain values, so there is one
-        has_own_times = _has_own_times(identity)
-        if has_own_times:
-            for _, _, row in self._rows(key, FILE):
-                return Identity((content_of(row), size, _FILE, _MACHINE))
+        for _, _, row in self._rows(key, FILE):
+            return Identity((content_of(row), size, AS_FILE, _MACHINE))
         memo = digest(*identity.parts) or b""
         content = self._hashed.get(memo)
         if content is None:
             content = hash_of(fd)
             if identify_descriptor(fd) != identity:
                 return Unknown.TOO_NEW
-            if not (has_own_times and self.add_file(key, content)):
+            if not self.add_file(key, content):
                 if len(self._hashed) >= _MAX_HASHED:
                     self._hashed.clear()
                 self._hashed[memo] = content
-        return Identity((content, size, _FILE, _MACHINE))
+        return Identity((content, size, AS_FILE, _MACHINE))
 
     def add_file(self, key: bytes, content: bytes) -> bool:
         """Store the SHA-256 of a file under its key; False if it cannot be."""
@@ -300,28 +300,6 @@ class DiskFileStore:
             self._stop_writing(error)
             return False
         return True
-
-
-def _has_own_times(identity: Identity) -> bool:
-    """Whether the kernel set the ctime of a file, as far as is known; see rule 4."""
-    parts = identity.parts
-    if int(parts[4]) % _SECOND_NS:
-        return True
-    mount = str(parts[6]) if len(parts) > 6 else ""  # of a file system whose inodes do not last
-    return bool(mount) and "ro" not in mount.split()[-1].split(",")
-
-
-def hash_of(fd: int) -> bytes:
-    """The SHA-256 of the content of an open file, whose position stays.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    sha256, at = hashlib.sha256(), 0
-    while data := os.pread(fd, _READ_BYTES, at):
-        sha256.update(data)
-        at += len(data)
-    return sha256.digest()
 
 
 def _make(path: str) -> None:
