@@ -37,7 +37,6 @@ from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
     fingerprint_of,
-    has_own_fingerprint,
     why_private,
 )
 from fastload.cache.format.record import encode
@@ -140,16 +139,9 @@ class _Samples:
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Identifies the samples; None if nothing does."""
+        """Identifies the samples, and is the name of their cache in RAM; None if nothing does."""
         fingerprint = self.request.fingerprint
         return fingerprint.of_encoded() if fingerprint is not None and self.is_encoded else fingerprint
-
-    @property
-    def shared_as(self) -> Fingerprint | None:
-        """The fingerprint under which other processes find the cache in RAM; None if it is private."""
-        request = self.request
-        has_name = request.key is not None or has_own_fingerprint(request.dataset)
-        return self.fingerprint if has_name else None
 
     def leave_undecoded(self, cache: str) -> None:
         """Read the samples with undecoded images; call it before the first one is read.
@@ -249,10 +241,10 @@ def open_cache(
 # To add a kind of cache, add its name, or its prefix, and what opens it.
 def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if cache == "ram":
-        return _ram_cache(samples, samples.shared_as)
+        return _ram_cache(samples, samples.fingerprint)
     if cache == "ram-encoded":
         samples.leave_undecoded('cache="ram-encoded"')
-        return _ram_cache(samples, samples.shared_as)
+        return _ram_cache(samples, samples.fingerprint)
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
@@ -300,7 +292,7 @@ def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
     if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded", None):
         raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
     backing = _open_one(samples, pair[1])
-    shared_as = samples.shared_as
+    shared_as = samples.fingerprint
     if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
         # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
         shared_as = fingerprint_of(LMDBDataset(backing))
@@ -408,7 +400,7 @@ def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -
         samples.leave_undecoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
-    elif len(samples) and samples.request.key is not None and not has_own_fingerprint(samples.source):
+    elif len(samples) and samples.fingerprint.needs_key:
         with contextlib.suppress(Exception):  # the source may have gone since the build
             samples.examples[0] = read_unnoticed(samples.source, 0)
     check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)

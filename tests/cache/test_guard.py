@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset
@@ -186,6 +186,58 @@ class Halve:
         return f"every {self.step}th row"
 
 
+class Third(Halve):
+    """Changes what it inherits a fingerprint for."""
+
+    def __call__(self, sample: Any) -> Any:
+        return sample[0][::3], sample[1]
+
+
+class Moved(A.CenterCrop):
+    """albumentations serializes neither its code nor its attribute."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(8, 8)
+        self._by = by
+
+    def apply(self, img: Any, **options: Any) -> Any:
+        return super().apply(img, **options) + self._by
+
+
+class Brighter(KnownImages):
+    """Changes a helper of what it inherits a fingerprint for."""
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return image + 1, label
+
+
+class PassedOn:
+    """Has the attributes of another dataset, and samples of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["dataset"], name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index][0]
+
+
+class FirstPart(Subset):
+    """A subset with samples of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
 KNOWN = KnownImages(8)
 PREPARED = A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Resize(8, 9), Halve(2), Halve(3)
 
@@ -229,12 +281,21 @@ def test_equal_parts_have_one_name() -> None:
         (Subset(KnownImages(8, version=None), [1, 2]), {}),
         (KNOWN, {"pre_transform": halve}),
         (KNOWN, {"pre_transform": A.Lambda(image=flip)}),
+        (KNOWN, {"pre_transform": A.Lambda(image=flip, name="flip")}),
+        (KNOWN, {"pre_transform": A.Compose([Moved(1)])}),
+        (KNOWN, {"pre_transform": Third(2)}),
+        (Brighter(8), {}),
+        (Subset(Brighter(8), [0, 1]), {}),
+        (PassedOn(KNOWN), {}),
+        (FirstPart(KNOWN, [0, 1]), {}),
+        (ConcatDataset([KNOWN, KNOWN]), {}),
     ],
 )
 def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any, options: Any) -> None:
-    """Then there is no fingerprint, unless the user gives a key."""
+    """Then there is no fingerprint, unless the user gives a key; an inherited one says nothing."""
     assert fingerprint_of(dataset, **options) is None
-    assert fingerprint_of(dataset, key="halves", **options).key == "halves"
+    named = fingerprint_of(dataset, key="halves", **options)
+    assert (named.key, named.needs_key) == ("halves", True)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +339,7 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
         (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
         (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
         (Images(8), {}, "because Images has neither"),
+        (Brighter(8), {}, "the fingerprint() that Brighter inherits does not cover its code"),
         (Images(8), {"pre_transform": halve}, "because Images with pre_transform=halve has neither"),
         (
             KnownImages(8),
