@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import os
 import sys
@@ -290,9 +291,18 @@ class SharedFileStore:
             try:
                 if os.stat(link_of(entry.fd, entry.pid)).st_ino in inodes:
                     continue
-                table = FileTable(entry.attach())
-            except (OSError, SharedMemoryError, CacheMismatchError):
+                memory = entry.attach()
+            except (OSError, SharedMemoryError):
                 continue  # it was closed just now, or its process cannot be reached
+            try:
+                table = FileTable(memory, memory.map(writable=False, sparing=True))
+            except CacheMismatchError:
+                continue
+            except SharedMemoryError as error:
+                memory.close()
+                level = logging.WARNING if self.is_owner else logging.INFO
+                say_once(f"cache: decoded files of other processes are not used: {error}", level)
+                continue
             if table.name == self._name and not table.is_retired and table.inode not in inodes:
                 inodes.add(table.inode)
                 if self.is_owner:
@@ -396,7 +406,8 @@ def _unpickle(
     store = SharedFileStore.__new__(SharedFileStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._user = limits
-    store._tables = tuple(FileTable(each) for each in segments if each.fd >= 0)
+    tables = (FileTable(each) for each in segments if each.fd >= 0)
+    store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
     if not store.max_bytes:
         store.close()
     return store

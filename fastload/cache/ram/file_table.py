@@ -415,7 +415,7 @@ class FileTable:
 
     def retire(self) -> None:
         """Let every process let go of it; the memory goes with the last one."""
-        self.arena.publish(_RETIRED, 1)
+        self._set_word(_RETIRED, 1)
 
     def is_mostly_unused(self) -> bool:
         """Whether less than half of the files were used while the others were used eight times on average.
