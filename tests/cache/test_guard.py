@@ -123,6 +123,78 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
     assert ds.cache_info().num_cached == min(3, num_samples)
 
 
+class Halved:
+    """Halves numbers in place when it is read: as it is, they are right only once."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers, self.reads, self.memo = numbers, 0, {}
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        row = self.numbers[0] if isinstance(self.numbers, tuple) else self.numbers
+        row = row["rows"] if isinstance(row, dict) else row
+        row[index][0] /= 2
+        self.memo[index] = float(row[index][0])
+        return np.zeros(3, np.uint8), self.memo[index]
+
+    def __repr__(self) -> str:
+        return repr((self.numbers, self.reads, self.memo))
+
+
+class Closed(Halved):
+    """Cannot be copied, because a copy would close what it uses."""
+
+    def __del__(self) -> None:
+        pass
+
+
+NUMBERS = {
+    "array": lambda: np.full((40, 2), 8.0),
+    "tensor": lambda: torch.full((40, 2), 8.0),
+    "arrays in a list": lambda: [np.full(2, 8.0) for _ in range(40)],
+    "tensors in a dict": lambda: {"rows": [torch.full((2,), 8.0) for _ in range(40)]},
+    "lists in a list": lambda: [[8.0, 8.0] for _ in range(40)],
+    "a tuple": lambda: (np.full((40, 2), 8.0), None),
+    "a view": lambda: np.full((2, 40), 8.0).T,
+    "NaN": lambda: np.where(np.arange(2) == 0, 8.0, np.full((40, 2), np.nan)),
+    "too large to be copied": lambda: np.full((40, 1 << 18), 8.0),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(40))])
+@pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
+def test_a_dataset_with_a_state_is_refused_and_stays_as_it_was(numbers: Any, wrap: Any) -> None:
+    """The error names the attribute that reading changes."""
+    for kind in (Halved, Closed):
+        dataset = wrap(kind(numbers()))
+        before = repr(getattr(dataset, "dataset", dataset))
+        with pytest.raises(NondeterministicDatasetError, match="reading it changes.*its numbers"):
+            CachedDataset(dataset, by="sample")
+        assert repr(getattr(dataset, "dataset", dataset)) == before
+
+
+def test_comparing_a_sample_changes_no_dataset(tmp_path: Any) -> None:
+    """Also where a file, or the cache of another job, is compared with it."""
+
+    class Counting(Images):
+        num_read = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    for cache in ("ram", f"lmdb:{tmp_path / 'cache'}"):
+        first, second = Counting(8), Counting(8)
+        ds = CachedDataset(first, cache=cache, cache_key="counted")
+        CachedDataset(second, cache=cache, cache_key="counted")
+        assert sum(second.reads) > 0
+        assert second.num_read == 0
+        ds.cache.close()
+
+
 def labelled(rows: Any) -> Any:
     """Samples that are rows of one array."""
     return Made(lambda index: {"label": index, "image": rows[index]}, 50)

@@ -53,7 +53,7 @@ class Reads:
         """The reads since the last call."""
         if isinstance(self.source, Images):
             found = Counter(dict(enumerate(self.source.reads)))
-            self.source._own_reads[:] = 0
+            self.source.__init__(len(self.source), shape=self.source.shape)  # type: ignore[misc]
         else:
             found, self._of_folder = self._of_folder, Counter()
         return +found
