@@ -312,9 +312,9 @@ class CachedDataset(Dataset[Any]):
         ):
             if self._stores:
                 raise AttributeError(
-                    f"{name} is an attribute of the dataset, of type {type(self.dataset).__name__}, and cached "
-                    "samples do not change with it: set it before the dataset is cached, or, for samples that "
-                    f"are read from now on, set dataset.{name} of this {type(self).__name__}",
+                    f"{name} is an attribute of the dataset, of type {type(self.dataset).__name__}, and "
+                    "cached samples do not change with it: set it before the dataset is cached, or, for "
+                    f"samples that are read from now on, set dataset.{name} of this {type(self).__name__}",
                     name=name,
                     obj=self,
                 )

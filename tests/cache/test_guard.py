@@ -206,6 +206,16 @@ def in_a_buffer(index: int) -> Any:
     return {"label": index, "image": BUFFER[:]}
 
 
+def cropped(index: int) -> Any:
+    """A small part of what was decoded; its file is decoded again for the next sample."""
+    return {"label": index, "image": np.full((80, 80, 3), index, np.uint8)[4:12, 4:12]}
+
+
+def beside_decoded(index: int) -> Any:
+    """A row of an array, and something that costs time."""
+    return {"image": PIXELS[index], "mask": np.full((2, 2), index)}
+
+
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
 
 
@@ -223,12 +233,13 @@ def test_an_array_in_memory_is_one_warning(rows: Any, caplog: Any) -> None:
 
 
 def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: Any) -> None:
-    """Samples that are made, in a mapped file, or replaced in a buffer; caches on disk take no memory."""
+    """Samples that are made, cut out, in a mapped file, or replaced in a buffer; caches on disk."""
     np.save(tmp_path / "a.npy", PIXELS)
     torch.save(torch.from_numpy(PIXELS), tmp_path / "a.pt")
     mapped = np.load(tmp_path / "a.npy", mmap_mode="r"), torch.load(tmp_path / "a.pt", mmap=True).numpy()
+    made = [Made(function, 50) for function in (in_a_buffer, cropped, beside_decoded)]
     with caplog.at_level(logging.WARNING, "fastload"):
-        for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), Made(in_a_buffer, 50)):
+        for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), *made):
             CachedDataset(dataset, cache="ram")
         CachedDataset.build(labelled(PIXELS), tmp_path / "x", num_workers=0, progress=False)
     assert "in memory already" not in caplog.text

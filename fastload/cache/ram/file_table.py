@@ -398,7 +398,7 @@ class FileTable:
     @property
     def used_s(self) -> float:
         """When a process read files last that has used the table, to a few seconds of `time.monotonic`."""
-        return self._entries[_USED_MS] / 1000
+        return float(self._entries[_USED_MS]) / 1000
 
     def stop(self, loader: int) -> None:
         """Let a loader, a number below 2 ** 64, store nothing more."""
