@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from fastload.cache.file_cache import FileCache
 from fastload.cache.ram import arena, file_store, file_table, registry
 from fastload.cache.ram.file_store import SharedFileStore, open_store
 from fastload.errors import SharedMemoryError
@@ -658,9 +659,20 @@ def test_tables_of_another_job_leave_address_space_to_this_one(start: Any, caplo
         store = SharedFileStore("8GB")
         assert store.num_files == 0
         assert put(store, range(3, 9)) == list(range(3, 9)) == right(store, range(9))
-        assert np.ones(30 * MB, np.uint8).all()
+        assert np.ones(16 * MB, np.uint8).all()
     (line,) = caplog.messages
     assert "RLIMIT_AS" in line
+
+
+def test_explain_tells_the_bytes_of_jobs_with_a_larger_limit(start: Any) -> None:
+    """They are not said to be within the limit of this job."""
+    before = FileCache(SharedFileStore(100_000))
+    assert "at most 100.0 kB" in before.explain()
+    before.close()
+    start(lambda: (store := SharedFileStore(2 * MB), put_until_full(store))).answer()
+    small = FileCache(SharedFileStore(100_000))
+    assert "stored by jobs with a larger limit than the 100.0 kB of this one" in small.explain()
+    small.close()
 
 
 def test_a_worker_that_cannot_map_a_table_asks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ import numpy as np
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, Segment, populate, with_limit
-from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, parse_memory, unused_bytes
+from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, limit_bytes, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
 from fastload.system.logs import say_once
@@ -69,7 +69,7 @@ _LOCK_WAIT_S = 0.1
 def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
     """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
     free_bytes = available_bytes() // (1 if is_shared else count_ranks_of_host())
-    return max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+    return limit_bytes(max_memory, free_bytes)
 
 
 def reserve_bytes(max_memory: str | float) -> int:
@@ -80,8 +80,15 @@ def reserve_bytes(max_memory: str | float) -> int:
 # --- segments --------------------------------------------------------------------------------------------
 
 
-def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, mmap.mmap]:
+def create_segment(
+    nbytes: int, description: dict[str, Any], *, sparing: bool = False
+) -> tuple[Segment, mmap.mmap]:
     """A new sealed segment with this description, and a read-only mapping; most of it takes no memory yet.
+
+    Args:
+        nbytes: Its size.
+        description: JSON.
+        sparing: As of `Segment.map`.
 
     Raises:
         SharedMemoryError: The memory could not be allocated.
@@ -91,7 +98,7 @@ def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, m
         raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
     segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
     try:
-        mapping = segment.map(writable=False)
+        mapping = segment.map(writable=False, sparing=sparing)
         segment.write(text, DESCRIPTION_AT)
         # Last: a segment without a header is not a cache.
         segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))

@@ -42,7 +42,7 @@ from fastload.cache.ram.file_table import (
 )
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
-from fastload.system.budget import available_bytes, parse_memory, unused_bytes
+from fastload.system.budget import available_bytes, limit_bytes, parse_memory, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
@@ -106,7 +106,7 @@ class SharedFileStore:
             self._look(time.monotonic())
             # What the store holds is not free, but it is the store's.
             free_bytes = available_bytes() + self.nbytes
-            self.max_bytes = max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+            self.max_bytes = limit_bytes(max_memory, free_bytes)
             self._reserved_bytes = reserve_bytes(max_memory)
             self._table_bytes = max(self.max_bytes // _NUM_TABLES, min(_MIN_TABLE_BYTES, self.max_bytes))
             self._make_tables()

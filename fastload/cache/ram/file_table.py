@@ -225,7 +225,7 @@ class FileTable:
         while True:
             fields = {"kind": _KIND, "name": name, "max_bytes": max_bytes, "created_s": time.time()}
             try:
-                segment, mapping = create_segment(_Plan(max_bytes).nbytes, fields)
+                segment, mapping = create_segment(_Plan(max_bytes).nbytes, fields, sparing=True)
                 break
             except SharedMemoryError:
                 max_bytes //= 2
