@@ -50,10 +50,32 @@ def test_a_file_opens_under_its_own_key_alone(cache: Any, tmp_path: Path, caplog
     ]:
         with pytest.raises(CacheMismatchError, match=said):
             fastload.CachedDataset(other, cache=cache, cache_key=key)
-    assert fastload.CachedDataset(Keyed(), cache=cache)[5].max() == 5
+    assert fastload.CachedDataset(Keyed(), cache=cache, cache_key="v1")[5].max() == 5
     assert not caplog.records
     fastload.CachedDataset(Keyed(7), cache=cache, cache_key="v1")
     assert "change cache_key= and the path" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_transform": np.negative}], ids=str)
+def test_a_file_of_samples_without_a_key_says_what_was_not_compared(
+    options: Any, tmp_path: Path, caplog: Any
+) -> None:
+    """One line when it is opened, none when it is built or has a key; an edited sample is the old one."""
+
+    class Edited(Keyed):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) + (index == 5)
+
+    for key, times in (("v1", 0), (None, 1)):
+        cache = f"lmdb:{tmp_path / str(key)}"
+        assert fastload.CachedDataset(Keyed(), cache=cache, cache_key=key, **options)[5].max() in (5, 251)
+        assert not caplog.records
+        for _ in range(2):
+            ds = fastload.CachedDataset(Edited(), cache=cache, cache_key=key, **options)
+            assert ds[5].max() in (5, 251)
+        lines = [line for line in caplog.messages if "edited labels" in line]
+        assert len(lines) == times
+        assert all(str(tmp_path / str(key)) in line for line in lines)
 
 
 def test_a_key_is_compared_if_the_source_has_gone(tmp_path: Path) -> None:
