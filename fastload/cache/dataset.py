@@ -9,7 +9,8 @@ with an empty cache in RAM. Rules:
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
-   true only of the wrapped dataset (see `_NOT_FORWARDED`).
+   true only of the wrapped dataset (see `_NOT_FORWARDED`). Setting them sets them there, or is an error where
+   samples are stored, because these would not change.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class CachedDataset(Dataset[Any]):
 
     Public attributes of the wrapped dataset (`classes`, `targets`, `class_to_idx`) are also attributes of
     this one, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
-    `reset_format` and `set_transform`.
+    `reset_format` and `set_transform`. Setting one here sets it there; where samples are stored, it
+    raises AttributeError: set it before the dataset is cached.
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
@@ -301,6 +303,23 @@ class CachedDataset(Dataset[Any]):
                 f"{name} should not be set after {type(self).__name__} is initialized, because it decides "
                 "which samples are stored: make a new one (transform can be set)"
             )
+        if (
+            type(self) is CachedDataset  # a subclass can have attributes of the same names
+            and "_has_warned" in vars(self)
+            and not (name.startswith("_") or name in vars(self) or hasattr(CachedDataset, name))
+            and name not in _NOT_FORWARDED
+            and hasattr(self.dataset, name)
+        ):
+            if self._stores:
+                raise AttributeError(
+                    f"{name} is an attribute of the dataset, of type {type(self.dataset).__name__}, and "
+                    "cached samples do not change with it: set it before the dataset is cached, or, for "
+                    f"samples that are read from now on, set dataset.{name} of this {type(self).__name__}",
+                    name=name,
+                    obj=self,
+                )
+            setattr(self.dataset, name, value)
+            return
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:

@@ -242,16 +242,19 @@ class FileCache:
 
     def explain(self) -> str:
         """What happens, and what is remembered, in one line."""
-        store = self.store
-        limit = (
-            f"at {store.path}"
-            if isinstance(store, DiskFileStore)
-            else f"at most {readable_size(store.max_bytes)}"
-        )
+        store, nbytes = self.store, self.store.nbytes
+        if isinstance(store, DiskFileStore):
+            limit = f"at {store.path}"
+        elif nbytes > store.max_bytes:
+            limit = (
+                f"stored by jobs with a larger limit than the {readable_size(store.max_bytes)} of this one"
+            )
+        else:
+            limit = f"at most {readable_size(store.max_bytes)}"
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
             f"remembered: now {store.num_files:,} results of decoding files "
-            f"({readable_size(store.nbytes)}, {limit})"
+            f"({readable_size(nbytes)}, {limit})"
         )
 
     def close(self) -> None:

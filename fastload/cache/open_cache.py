@@ -18,6 +18,7 @@ import copy
 import functools
 import itertools
 import json
+import operator
 import os
 import sys
 import weakref
@@ -37,7 +38,6 @@ from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
     fingerprint_of,
-    has_own_fingerprint,
     why_private,
 )
 from fastload.cache.format.record import encode
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 
 _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
+_VALUES = (bool, int, float, complex, str, bytes)
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
 
@@ -124,7 +125,7 @@ class _Samples:
         holds_images: Whether samples can hold undecoded images.
         examples: Samples that were already read from the source, by index.
         is_examined: Whether it is known that the samples are not random, and can be cached.
-        bytes_in_memory: Of an array that holds the samples in memory already; 0 if none was seen.
+        bytes_in_memory: Of the arrays that hold the samples in memory already; 0 if none was seen.
     """
 
     request: CacheRequest
@@ -134,22 +135,16 @@ class _Samples:
     examples: dict[int, Any] = field(default_factory=dict)
     is_examined: bool = False
     bytes_in_memory: int = 0
+    _behind: list[Any] = field(default_factory=list)  # the last sample that was looked at
 
     def __len__(self) -> int:
         return len(self.request.dataset)
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Identifies the samples; None if nothing does."""
+        """Identifies the samples, and is the name of their cache in RAM; None if nothing does."""
         fingerprint = self.request.fingerprint
         return fingerprint.of_encoded() if fingerprint is not None and self.is_encoded else fingerprint
-
-    @property
-    def shared_as(self) -> Fingerprint | None:
-        """The fingerprint under which other processes find the cache in RAM; None if it is private."""
-        request = self.request
-        has_name = request.key is not None or has_own_fingerprint(request.dataset)
-        return self.fingerprint if has_name else None
 
     def leave_undecoded(self, cache: str) -> None:
         """Read the samples with undecoded images; call it before the first one is read.
@@ -196,7 +191,18 @@ class _Samples:
         return list(self.examples.values())
 
     def _look(self, sample: Any) -> None:
-        self.bytes_in_memory = _bytes_in_memory(sample, len(self))
+        """Find out if all samples are views of the same arrays, so that reading them costs nothing.
+
+        Arrays over foreign memory do not count: a mapped file (np.memmap, torch.load) might not be in memory.
+        """
+        before, self._behind = self._behind, _arrays_behind(sample)
+        whole_bytes = 0
+        if len(before) == len(self._behind) and all(map(operator.is_, before, self._behind)):
+            is_own = all(isinstance(each, np.ndarray) and each.base is None for each in before)
+            whole_bytes = is_own * sum({id(each): each.nbytes for each in before}.values())
+        sample_bytes = sum(leaf.nbytes for leaf in leaves(sample) if isinstance(leaf, np.ndarray))
+        is_whole = whole_bytes >= _IN_MEMORY_SHARE * len(self) * max(1, sample_bytes)
+        self.bytes_in_memory = whole_bytes if is_whole else 0
 
 
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
@@ -249,10 +255,10 @@ def open_cache(
 # To add a kind of cache, add its name, or its prefix, and what opens it.
 def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if cache == "ram":
-        return _ram_cache(samples, samples.shared_as)
+        return _ram_cache(samples, samples.fingerprint)
     if cache == "ram-encoded":
         samples.leave_undecoded('cache="ram-encoded"')
-        return _ram_cache(samples, samples.shared_as)
+        return _ram_cache(samples, samples.fingerprint)
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
@@ -300,7 +306,7 @@ def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
     if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded", None):
         raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
     backing = _open_one(samples, pair[1])
-    shared_as = samples.shared_as
+    shared_as = samples.fingerprint
     if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
         # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
         shared_as = fingerprint_of(LMDBDataset(backing))
@@ -408,7 +414,7 @@ def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -
         samples.leave_undecoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
-    elif len(samples) and samples.request.key is not None and not has_own_fingerprint(samples.source):
+    elif len(samples) and samples.fingerprint.needs_key:
         with contextlib.suppress(Exception):  # the source may have gone since the build
             samples.examples[0] = read_unnoticed(samples.source, 0)
     check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)
@@ -471,16 +477,12 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
     )
 
 
-def _bytes_in_memory(sample: Any, num_samples: int) -> int:
-    """The bytes of the array that holds the samples of a dataset, of which this is one; 0 if none is found.
-
-    Arrays over foreign memory do not count: a mapped file (np.memmap, torch.load) might not be in memory.
-    """
-    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
-    whole: Any = max(arrays, key=lambda array: array.nbytes, default=None)
-    if whole is None or num_samples < 2:
-        return 0
-    min_bytes = _IN_MEMORY_SHARE * num_samples * max(1, whole.nbytes)
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return int(whole.nbytes) if whole.base is None and whole.nbytes >= min_bytes else 0
+def _arrays_behind(sample: Any) -> list[Any]:
+    """The array that each part of a sample is a view of, or the part itself; numbers and texts are none."""
+    found = []
+    for leaf in leaves(sample):
+        while isinstance(leaf, np.ndarray) and isinstance(leaf.base, np.ndarray):
+            leaf = leaf.base
+        if not isinstance(leaf, (*_VALUES, np.generic, type(None))):
+            found.append(leaf)
+    return found

@@ -123,12 +123,13 @@ class Segment:
         status = os.fstat(self.fd)
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
-    def map(self, *, writable: bool, nbytes: int | None = None) -> mmap.mmap:
+    def map(self, *, writable: bool, nbytes: int | None = None, sparing: bool = False) -> mmap.mmap:
         """Map the segment, shared; the mapping stays valid after close().
 
         Args:
             writable: Whether this process can write through the mapping.
             nbytes: How much of the segment to map, from its start; None for all of it.
+            sparing: Whether to leave at least as much address space to the program.
 
         Raises:
             SharedMemoryError: The address space or the limit on mappings is used up.
@@ -136,6 +137,8 @@ class Segment:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         nbytes = self.nbytes if nbytes is None else nbytes
         try:
+            if sparing:  # pages without access take no memory
+                mmap.mmap(-1, 2 * nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 0).close()
             return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
             raise SharedMemoryError(

@@ -83,6 +83,20 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
     return nbytes
 
 
+def limit_bytes(amount: str | float, free_bytes: int) -> int:
+    """The limit for a cache: at most what is free; a fifth of limited address space is left to the program.
+
+    Args:
+        amount: As in `parse_memory`.
+        free_bytes: What the cache could take.
+
+    Raises:
+        ValueError: As `parse_memory`.
+    """
+    mappable = (int(AUTO_SHARE * nbytes) for nbytes in _address_space_free(Path("/")))
+    return max(1, min([parse_memory(amount, available=free_bytes), free_bytes, *mappable]))
+
+
 def check_memory(amount: str | float, *, name: str) -> None:
     """Check a user's amount of memory.
 

@@ -246,6 +246,59 @@ def test_attributes_of_the_dataset_inside() -> None:
         assert not hasattr(inner, name)
 
 
+class Sized(Images):
+    """Samples that attributes decide, one of them of the class."""
+
+    handle = None
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.epoch = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return np.array([self.epoch, self.handle or 0])
+
+
+def test_an_attribute_of_the_dataset_inside_cannot_be_set_where_samples_are_cached() -> None:
+    """The error says where to set it; names of no attribute, and of the class itself, can be set."""
+    ds = CachedDataset(CachedDataset(Sized(), by="sample"), by="sample")
+    for name in ("epoch", "handle", "num_samples"):
+        with pytest.raises(AttributeError, match=rf"{name} is an attribute .* set dataset\.{name} of"):
+            setattr(ds, name, 3)
+    ds.name, ds.transform, ds.set_epoch = "train", tuple, None
+    assert (ds.name, ds.epoch, ds[0]) == ("train", 0, (0, 0))
+    for each in (copy.copy(ds), pickle.loads(pickle.dumps(ds))):
+        with pytest.raises(AttributeError):
+            each.epoch = 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("options", [{"by": "file"}, {"cache": None}], ids=str)
+def test_where_no_samples_are_stored_an_attribute_reaches_the_dataset(options: Any, num_workers: int) -> None:
+    """Set between epochs, in copies, and in workers by worker_init_fn, as torch's loader does it."""
+
+    def begin(_: int) -> None:
+        torch.utils.data.get_worker_info().dataset.handle = 7
+
+    ds = CachedDataset(Sized(), **options)
+    loader = torch.utils.data.DataLoader(ds, 4, num_workers=num_workers, worker_init_fn=begin)
+    for epoch in range(2):
+        ds.epoch = epoch
+        assert next(iter(loader))[0].tolist() == [epoch, 7 * num_workers]
+    assert (ds.dataset.epoch, "epoch" in vars(ds)) == (1, False)
+
+
+def test_a_subclass_can_have_an_attribute_of_the_same_name() -> None:
+    """Its constructor sets it after the one of CachedDataset."""
+
+    class Photos(CachedDataset):
+        def __init__(self, epoch: int) -> None:
+            super().__init__(Sized(), by="sample")
+            self.epoch = epoch
+
+    assert Photos(5).epoch == 5
+
+
 @pytest.mark.parametrize("name", ["dataset", "pre_transform", "cache_key", "cache"])
 def test_what_decides_on_the_stored_samples_cannot_be_set_later(name: str) -> None:
     """It would have no effect on them; a copy, also an unpickled one, refuses it, too."""

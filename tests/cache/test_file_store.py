@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from fastload.cache.file_cache import FileCache
 from fastload.cache.ram import arena, file_store, file_table, registry
 from fastload.cache.ram.file_store import SharedFileStore, open_store
+from fastload.errors import SharedMemoryError
 from fastload.memory import segment
 from fastload.system import budget
 from fastload.system.locks import flock_fd
@@ -36,6 +38,10 @@ def put_until_full(store: Any) -> list[int]:
         for number in range(300)
         if store._append(file_table.encode(key_of(number), array_of(number), number))
     ]
+
+
+def refuse_to_map(*_: Any, **__: Any) -> Any:
+    raise SharedMemoryError("no address space")
 
 
 def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,6 +643,49 @@ def test_a_limit_on_the_address_space_gives_smaller_tables() -> None:
         assert taken
         assert right(store, range(50)) == taken
         assert store.max_bytes <= 64 * MB
+
+
+def test_tables_of_another_job_leave_address_space_to_this_one(start: Any, caplog: Any) -> None:
+    """Beside tables that it cannot map, a job has small ones of its own; one warning says so."""
+    import resource
+
+    job = start(lambda: (store := SharedFileStore("8GB"), put(store, range(3))))
+    job.answer()
+    say_once.cache_clear()
+    with (
+        faults.limited(resource.RLIMIT_AS, faults.mapped_bytes() + 300 * MB),
+        caplog.at_level("WARNING", "fastload"),
+    ):
+        store = SharedFileStore("8GB")
+        assert store.num_files == 0
+        assert put(store, range(3, 9)) == list(range(3, 9)) == right(store, range(9))
+        assert np.ones(16 * MB, np.uint8).all()
+    (line,) = caplog.messages
+    assert "RLIMIT_AS" in line
+
+
+def test_explain_tells_the_bytes_of_jobs_with_a_larger_limit(start: Any) -> None:
+    """They are not said to be within the limit of this job."""
+    before = FileCache(SharedFileStore(100_000))
+    assert "at most 100.0 kB" in before.explain()
+    before.close()
+    start(lambda: (store := SharedFileStore(2 * MB), put_until_full(store))).answer()
+    small = FileCache(SharedFileStore(100_000))
+    assert "stored by jobs with a larger limit than the 100.0 kB of this one" in small.explain()
+    small.close()
+
+
+def test_a_worker_that_cannot_map_a_table_asks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stores nothing, and the job goes on with its tables."""
+    store = shared()
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "is_for_child", lambda: True)
+        function, (tables, *arguments) = store.__reduce__()
+        patch.setattr(segment.Segment, "map", refuse_to_map)
+        worker = function([segment.Segment.attach(os.dup(each.fd)) for each in tables], *arguments)
+        assert put(worker, range(3)) == []
+    assert not store._tables[-1].is_short
+    assert put(store, range(3)) == [0, 1, 2]
 
 
 def test_damaged_memory_is_a_miss() -> None:

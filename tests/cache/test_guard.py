@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset
@@ -123,6 +123,78 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
     assert ds.cache_info().num_cached == min(3, num_samples)
 
 
+class Halved:
+    """Halves numbers in place when it is read: as it is, they are right only once."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers, self.reads, self.memo = numbers, 0, {}
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        row = self.numbers[0] if isinstance(self.numbers, tuple) else self.numbers
+        row = row["rows"] if isinstance(row, dict) else row
+        row[index][0] /= 2
+        self.memo[index] = float(row[index][0])
+        return np.zeros(3, np.uint8), self.memo[index]
+
+    def __repr__(self) -> str:
+        return repr((self.numbers, self.reads, self.memo))
+
+
+class Closed(Halved):
+    """Cannot be copied, because a copy would close what it uses."""
+
+    def __del__(self) -> None:
+        pass
+
+
+NUMBERS = {
+    "array": lambda: np.full((40, 2), 8.0),
+    "tensor": lambda: torch.full((40, 2), 8.0),
+    "arrays in a list": lambda: [np.full(2, 8.0) for _ in range(40)],
+    "tensors in a dict": lambda: {"rows": [torch.full((2,), 8.0) for _ in range(40)]},
+    "lists in a list": lambda: [[8.0, 8.0] for _ in range(40)],
+    "a tuple": lambda: (np.full((40, 2), 8.0), None),
+    "a view": lambda: np.full((2, 40), 8.0).T,
+    "NaN": lambda: np.where(np.arange(2) == 0, 8.0, np.full((40, 2), np.nan)),
+    "too large to be copied": lambda: np.full((40, 1 << 18), 8.0),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(40))])
+@pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS)
+def test_a_dataset_with_a_state_is_refused_and_stays_as_it_was(numbers: Any, wrap: Any) -> None:
+    """The error names the attribute that reading changes."""
+    for kind in (Halved, Closed):
+        dataset = wrap(kind(numbers()))
+        before = repr(getattr(dataset, "dataset", dataset))
+        with pytest.raises(NondeterministicDatasetError, match=r"reading it changes.*its numbers"):
+            CachedDataset(dataset, by="sample")
+        assert repr(getattr(dataset, "dataset", dataset)) == before
+
+
+def test_comparing_a_sample_changes_no_dataset(tmp_path: Any) -> None:
+    """Also where a file, or the cache of another job, is compared with it."""
+
+    class Counting(Images):
+        num_read = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.num_read += 1
+            return super().__getitem__(index)
+
+    for cache in ("ram", f"lmdb:{tmp_path / 'cache'}"):
+        first, second = Counting(8), Counting(8)
+        ds = CachedDataset(first, cache=cache, cache_key="counted")
+        CachedDataset(second, cache=cache, cache_key="counted")
+        assert sum(second.reads) > 0
+        assert second.num_read == 0
+        ds.cache.close()
+
+
 def labelled(rows: Any) -> Any:
     """Samples that are rows of one array."""
     return Made(lambda index: {"label": index, "image": rows[index]}, 50)
@@ -132,6 +204,16 @@ def in_a_buffer(index: int) -> Any:
     """Samples that are made in one buffer, which the next one replaces."""
     BUFFER[:] = index
     return {"label": index, "image": BUFFER[:]}
+
+
+def cropped(index: int) -> Any:
+    """A small part of what was decoded; its file is decoded again for the next sample."""
+    return {"label": index, "image": np.full((80, 80, 3), index, np.uint8)[4:12, 4:12]}
+
+
+def beside_decoded(index: int) -> Any:
+    """A row of an array, and something that costs time."""
+    return {"image": PIXELS[index], "mask": np.full((2, 2), index)}
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
@@ -151,12 +233,13 @@ def test_an_array_in_memory_is_one_warning(rows: Any, caplog: Any) -> None:
 
 
 def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: Any) -> None:
-    """Samples that are made, in a mapped file, or replaced in a buffer; caches on disk take no memory."""
+    """Samples that are made, cut out, in a mapped file, or replaced in a buffer; caches on disk."""
     np.save(tmp_path / "a.npy", PIXELS)
     torch.save(torch.from_numpy(PIXELS), tmp_path / "a.pt")
     mapped = np.load(tmp_path / "a.npy", mmap_mode="r"), torch.load(tmp_path / "a.pt", mmap=True).numpy()
+    made = [Made(function, 50) for function in (in_a_buffer, cropped, beside_decoded)]
     with caplog.at_level(logging.WARNING, "fastload"):
-        for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), Made(in_a_buffer, 50)):
+        for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), *made):
             CachedDataset(dataset, cache="ram")
         CachedDataset.build(labelled(PIXELS), tmp_path / "x", num_workers=0, progress=False)
     assert "in memory already" not in caplog.text
@@ -184,6 +267,58 @@ class Halve:
 
     def fingerprint(self) -> str:
         return f"every {self.step}th row"
+
+
+class Third(Halve):
+    """Changes what it inherits a fingerprint for."""
+
+    def __call__(self, sample: Any) -> Any:
+        return sample[0][::3], sample[1]
+
+
+class Moved(A.CenterCrop):
+    """albumentations serializes neither its code nor its attribute."""
+
+    def __init__(self, by: int) -> None:
+        super().__init__(8, 8)
+        self._by = by
+
+    def apply(self, img: Any, **options: Any) -> Any:
+        return super().apply(img, **options) + self._by
+
+
+class Brighter(KnownImages):
+    """Changes a helper of what it inherits a fingerprint for."""
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return image + 1, label
+
+
+class PassedOn:
+    """Has the attributes of another dataset, and samples of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["dataset"], name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index][0]
+
+
+class FirstPart(Subset):
+    """A subset with samples of its own."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
 
 
 KNOWN = KnownImages(8)
@@ -229,12 +364,21 @@ def test_equal_parts_have_one_name() -> None:
         (Subset(KnownImages(8, version=None), [1, 2]), {}),
         (KNOWN, {"pre_transform": halve}),
         (KNOWN, {"pre_transform": A.Lambda(image=flip)}),
+        (KNOWN, {"pre_transform": A.Lambda(image=flip, name="flip")}),
+        (KNOWN, {"pre_transform": A.Compose([Moved(1)])}),
+        (KNOWN, {"pre_transform": Third(2)}),
+        (Brighter(8), {}),
+        (Subset(Brighter(8), [0, 1]), {}),
+        (PassedOn(KNOWN), {}),
+        (FirstPart(KNOWN, [0, 1]), {}),
+        (ConcatDataset([KNOWN, KNOWN]), {}),
     ],
 )
 def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any, options: Any) -> None:
-    """Then there is no fingerprint, unless the user gives a key."""
+    """Then there is no fingerprint, unless the user gives a key; an inherited one says nothing."""
     assert fingerprint_of(dataset, **options) is None
-    assert fingerprint_of(dataset, key="halves", **options).key == "halves"
+    named = fingerprint_of(dataset, key="halves", **options)
+    assert (named.key, named.needs_key) == ("halves", True)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +422,7 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
         (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
         (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
         (Images(8), {}, "because Images has neither"),
+        (Brighter(8), {}, "the fingerprint() that Brighter inherits does not cover its code"),
         (Images(8), {"pre_transform": halve}, "because Images with pre_transform=halve has neither"),
         (
             KnownImages(8),

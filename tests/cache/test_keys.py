@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data import Subset
 
 import fastload
 from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.random_check import reject_random
 from fastload.cache.format.fingerprint import fingerprint_of
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, NondeterministicDatasetError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,10 +50,32 @@ def test_a_file_opens_under_its_own_key_alone(cache: Any, tmp_path: Path, caplog
     ]:
         with pytest.raises(CacheMismatchError, match=said):
             fastload.CachedDataset(other, cache=cache, cache_key=key)
-    assert fastload.CachedDataset(Keyed(), cache=cache)[5].max() == 5
+    assert fastload.CachedDataset(Keyed(), cache=cache, cache_key="v1")[5].max() == 5
     assert not caplog.records
     fastload.CachedDataset(Keyed(7), cache=cache, cache_key="v1")
     assert "change cache_key= and the path" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"pre_transform": np.negative}], ids=str)
+def test_a_file_of_samples_without_a_key_says_what_was_not_compared(
+    options: Any, tmp_path: Path, caplog: Any
+) -> None:
+    """One line when it is opened, none when it is built or has a key; an edited sample is the old one."""
+
+    class Edited(Keyed):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index) + (index == 5)
+
+    for key, times in (("v1", 0), (None, 1)):
+        cache = f"lmdb:{tmp_path / str(key)}"
+        assert fastload.CachedDataset(Keyed(), cache=cache, cache_key=key, **options)[5].max() in (5, 251)
+        assert not caplog.records
+        for _ in range(2):
+            ds = fastload.CachedDataset(Edited(), cache=cache, cache_key=key, **options)
+            assert ds[5].max() in (5, 251)
+        lines = [line for line in caplog.messages if "edited labels" in line]
+        assert len(lines) == times
+        assert all(str(tmp_path / str(key)) in line for line in lines)
 
 
 def test_a_key_is_compared_if_the_source_has_gone(tmp_path: Path) -> None:
@@ -94,3 +118,78 @@ def test_a_folder_s_own_fingerprint_needs_no_key_on_both_sides(tmp_path: Path) -
         path = f"lmdb:{tmp_path}/{number}.lmdb"
         fastload.CachedDataset(photos, cache=path, cache_key=first)
         assert fastload.CachedDataset(photos, cache=path, cache_key=second)[0][1] == 0
+
+
+class Crops(fastload.ImageFolder):
+    """A subclass with an attribute that the inherited fingerprint does not cover."""
+
+    def __init__(self, root: Any, margin: int, *, stops: bool = False) -> None:
+        super().__init__(root)
+        self.margin, self.stops = margin, stops
+
+    def __getitem__(self, index: int) -> Any:
+        if self.stops and index == 3:
+            raise KeyboardInterrupt
+        image, label = super().__getitem__(index)
+        return image[: self.margin, : self.margin], label
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(4):
+        Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(tmp_path / f"photos/a/{number}.png")
+    return tmp_path / "photos"
+
+
+def test_a_subclass_does_not_get_the_samples_of_another_by_an_inherited_fingerprint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Neither from a finished file nor by continuing a build; also inside torch's Subset."""
+    for number, wrap in enumerate([lambda dataset: dataset, lambda dataset: Subset(dataset, range(4))]):
+        path = str(tmp_path / f"{number}.lmdb")
+        fastload.CachedDataset(wrap(Crops(folder, 2)), cache=f"lmdb:{path}").cache.close()
+        with pytest.raises(CacheMismatchError, match="structure of sample 0"):
+            fastload.CachedDataset(wrap(Crops(folder, 4)), cache=f"lmdb:{path}")
+
+    def build(dataset: Crops) -> None:
+        fingerprint, path = fingerprint_of(dataset), str(tmp_path / "unfinished.lmdb")
+        build_lmdb(dataset, path, shards=4, num_workers=0, progress=False, fingerprint=fingerprint)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Crops(folder, 2, stops=True))
+    with pytest.raises(CacheMismatchError, match="structure of sample 0"):
+        build(Crops(folder, 4))
+
+
+def test_a_fingerprint_that_covers_all_code_needs_no_sample(folder: Path, tmp_path: Path) -> None:
+    """A file that has both its own fingerprint and a key opens without reading a sample."""
+
+    class Photos(fastload.ImageFolder):
+        reads = 0
+
+        def fingerprint(self) -> Any:
+            return super().fingerprint()
+
+        def __getitem__(self, index: int) -> Any:
+            type(self).reads += 1
+            return super().__getitem__(index)
+
+    path = f"lmdb:{tmp_path / 'photos.lmdb'}"
+    fastload.CachedDataset(Photos(folder), cache=path, cache_key="v1").cache.close()
+    before = Photos.reads
+    fastload.CachedDataset(Photos(folder), cache=path, cache_key="v1").cache.close()
+    assert Photos.reads == before > 0
+
+
+def test_a_random_subclass_of_a_folder_is_not_built(folder: Path) -> None:
+    """Only an ImageFolder itself is known to return the same samples."""
+
+    class Flipped(fastload.ImageFolder):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image + np.random.randint(9), label
+
+    reject_random(fastload.ImageFolder(folder))
+    with pytest.raises(NondeterministicDatasetError):
+        reject_random(Flipped(folder))

@@ -6,6 +6,7 @@ tests/test_other_platforms.py has the systems that lack memfd, /proc and more.
 from __future__ import annotations
 
 import fcntl
+import functools
 import logging
 import os
 import pickle
@@ -28,6 +29,7 @@ from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import NoCache
 from fastload.errors import CacheError, SharedMemoryError
+from fastload.system.logs import say_once
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
@@ -138,6 +140,22 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     assert f"process {os.getpid()} reads all samples from the dataset" in line
     assert "RLIMIT_AS" in line
     assert ds.cache_info().num_cached == 3
+
+
+def test_a_job_with_little_address_space_beside_the_cache_of_another_has_none(
+    start: Any, caplog: Any
+) -> None:
+    """The cache of the other job would leave it too little; one warning says so; all samples are right."""
+    dataset = RaggedImages(20)
+    open_large = functools.partial(CachedDataset, max_memory="10GB", cache_key="photos")
+    start(lambda: (ds := open_large(dataset), os.fstat(ds.cache._fd).st_size)).answer()
+    say_once.cache_clear()
+    with limited(resource.RLIMIT_AS, mapped_bytes() + 300 * MB), caplog.at_level(logging.WARNING, "fastload"):
+        ds = open_large(dataset)
+        assert_right(ds, dataset)
+    (line,) = caplog.messages
+    assert "RLIMIT_AS" in line
+    assert isinstance(ds.cache, NoCache)
 
 
 def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 from collections import Counter
 from typing import Any
@@ -53,7 +54,7 @@ class Reads:
         """The reads since the last call."""
         if isinstance(self.source, Images):
             found = Counter(dict(enumerate(self.source.reads)))
-            self.source._own_reads[:] = 0
+            self.source._own_reads[:] = array.array("q", bytes(8 * len(self.source)))
         else:
             found, self._of_folder = self._of_folder, Counter()
         return +found

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import logging
+import multiprocessing
 import os
 import pickle
 import re
@@ -22,6 +23,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
+from fastload.cache.ram import registry
 from fastload.cache.tiered_cache import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.system import locks
@@ -39,6 +41,53 @@ def console_of(monkeypatch: Any, **options: Any) -> io.StringIO:
     console = rich.console.Console(file=file, **options)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
     return file
+
+
+class Unopened(Images):
+    """Can be read where it is made alone: other processes cannot open it, or read no sample."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__(100)
+        self.fails, self.pid = fails, os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.fails == "to open":
+            raise FileNotFoundError("no archive")
+
+    def __getitem__(self, index: int) -> Any:
+        if os.getpid() != self.pid:
+            raise FileNotFoundError("no archive")
+        return super().__getitem__(index)
+
+
+@pytest.mark.usefixtures("registry_folder")
+@pytest.mark.parametrize("fails", ["to open", "to read"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+)
+def test_a_dataset_that_fails_in_workers_leaves_no_lock_and_no_file(
+    method: str, fails: str, tmp_path: Any
+) -> None:
+    """Nor a process, a descriptor or memory, as after each test; then others can do it."""
+    usual, path = multiprocessing.get_start_method(), tmp_path / "cache"
+    multiprocessing.set_start_method(method, force=True)
+    try:
+        ds = CachedDataset(Unopened(fails), cache_key="photos", max_memory="10MB")
+        with pytest.raises((FileNotFoundError, RuntimeError)):
+            ds.fill(num_workers=2, progress=False)
+        with pytest.raises((FileNotFoundError, RuntimeError)):
+            CachedDataset.build(Unopened(fails), path, num_workers=2, progress=False)
+        with pytest.raises((FileNotFoundError, RuntimeError)):
+            list(fastload.DataLoader(Unopened(fails), 4, num_workers=2, multiprocessing_context=method))
+    finally:
+        multiprocessing.set_start_method(usual, force=True)
+    assert set(os.listdir(tmp_path)) <= {"registry"}
+    assert ds.cache_info().num_cached == 3
+    with registry.creating(wait_s=0.0) as is_alone:
+        assert is_alone
+    assert ds.fill(num_workers=0, progress=False).num_cached == 100
+    CachedDataset.build(Images(100), path, num_workers=0, progress=False, wait=False).close()
 
 
 @pytest.mark.slow

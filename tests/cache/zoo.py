@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import random
 from collections import namedtuple
@@ -26,7 +27,7 @@ class Images:
 
     def __init__(self, num_samples: int = 20, *, shape: Any = (32, 24, 3), log: Any = None) -> None:
         self.num_samples, self.shape, self.log = num_samples, shape, log
-        self._own_reads = np.zeros(num_samples, np.intp)  # which copies share
+        self._own_reads = array.array("q", bytes(8 * num_samples))  # which copies share, and nobody puts back
 
     def __len__(self) -> int:
         return self.num_samples

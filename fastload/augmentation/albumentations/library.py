@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
-from fastload.augmentation.albumentations.pipelines import only_reads
+from fastload.augmentation.albumentations.pipelines import is_of_albumentations, only_reads
 from fastload.augmentation.albumentations.targets import check_moved
 from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
 from fastload.images.encoded import EncodedImage
@@ -25,6 +25,11 @@ _UINT8 = np.dtype(np.uint8)
 def _with_generators(streams: Any, generator: np.random.Generator, py_random: Any) -> Any:
     """What AlbumentationsX reserves for a call, with other generators."""
     return type(streams)(random_generator=generator, py_random=py_random, epoch=streams.epoch)
+
+
+def _has_only_own_code(step: Any) -> bool:
+    is_own = is_of_albumentations(step) and type(step).__name__ != "Lambda"
+    return is_own and all(map(_has_only_own_code, getattr(step, "transforms", ())))
 
 
 _PAIR: dict[str, GeneratorKind] = {"random_generator": "numpy", "py_random": "python"}
@@ -52,9 +57,14 @@ class Albumentations(AugmentationLibrary):
         return hasattr(pipeline, "_get_effective_seed")
 
     def description(self, transform: Any) -> Any | None:
-        """The transform as albumentations serializes it; None if it holds a function."""
+        """The transform as albumentations serializes it; None if it holds code of the user's.
+
+        The attributes of a subclass can be missing there.
+        """
         import albumentations
 
+        if not _has_only_own_code(transform):
+            return None
         try:
             return albumentations.to_dict(transform)
         except (NotImplementedError, TypeError, ValueError):

@@ -244,5 +244,11 @@ def check_source(
             f"{key!r}. The cache is used as it is. If you edited the dataset, change cache_key= "
             "and the path; another release of a library that decodes can change pixels, too"
         )
+    if parts is None and num_samples:
+        say_once(
+            f"cache: only the number of samples and sample 0 of {cache.path} were compared with the dataset. "
+            "Other samples, such as edited labels, are as they were when it was built. Build it with "
+            "cache_key=, and change the key and the path with the samples"
+        )
     matching = "number of samples and its sample 0 match" if parts is None else "fingerprint matches"
     cache.reason = f"opened, because its {matching} the dataset"

@@ -1,12 +1,14 @@
 """Detects random datasets: watches what a few samples draw, and reads two of them again under another seed.
 
 A cache would silently freeze one draw of a random dataset, which makes training worse. All random state is
-restored afterwards. Copies of the dataset are read, so one that keeps its finished samples does not change.
+restored afterwards. Copies of the dataset are read, so one that keeps its finished samples does not change;
+what the copies share with it, such as arrays that are scaled in place, is put back.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import itertools
 import random
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from fastload.batch.source import inside_subsets
 from fastload.cache.build.sources import MappedDataset
@@ -22,6 +24,7 @@ from fastload.cache.format.record import decode, encode
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.attributes import attributes
+from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
 from fastload.rng.draws import DrawWatch
 from fastload.rng.entry_points import seeded_by
@@ -32,13 +35,15 @@ from fastload.system.notes import add_note
 from fastload.system.torchvision_arrays import V1_MODULE, V2_INSTEAD, V2_MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 _MAX_PARTS = 1_000  # datasets in one list
+_MAX_SEEN = 20_000  # objects whose state is put back
+_MAX_COPIED_BYTES = 64 << 20  # of arrays; of others, the rows of the samples that are read are put back
 
 _PROBED = 3  # samples that are read
 _TRIED = 10  # at most, if some of them cannot be read
@@ -69,7 +74,7 @@ def probe(
         Exception: The error of the first sample, if none of ten samples can be read.
     """
     watch = DrawWatch(dataset)
-    with RngScope(watch.generators):
+    with RngScope(watch.generators), _put_back(dataset, indices) as changed:
         samples, changes = _read_once(watch, dataset, look, indices)
         # Another copy, so a dataset that keeps its finished samples reads them again. The first copy is gone,
         # with the files that it has opened: some libraries do not open a file twice.
@@ -84,7 +89,10 @@ def probe(
             names = _drawn(changes[index], again)
             path = first_difference(sample, fresh)
             if path is not None:
-                _reject(dataset, index, f"returns a different sample on every access: {path} differs", names)
+                why = f"returns a different sample on every access: {path} differs"
+                if state := changed():
+                    why += f", and reading it changes {state}"
+                _reject(dataset, index, why, names)
             if names:
                 drawn[index] = names
     # What draws on the first access alone can be what is made or imported for all others.
@@ -130,10 +138,7 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         UnsupportedSampleError: Raised by `read`.
         Exception: The error of the first sample, if none of ten samples can be read.
     """
-    indices = list(
-        dict.fromkeys(spread_indices(len(dataset), _PROBED) + spread_indices(len(dataset), _TRIED))
-    )
-    indices, errors = indices[:_TRIED], []
+    indices, errors = _tried(len(dataset)), []
     for index in indices:
         try:
             sample = read(index)
@@ -148,6 +153,10 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         listed = ", ".join(map(str, indices))
         add_note(errors[0], f"none of the {len(indices)} samples that were probed can be read: {listed}")
         raise errors[0]
+
+
+def _tried(length: int) -> list[int]:
+    return list(dict.fromkeys(spread_indices(length, _PROBED) + spread_indices(length, _TRIED)))[:_TRIED]
 
 
 def _drawn(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
@@ -197,7 +206,7 @@ def _twin(dataset: Any) -> Any:
     twin = object.__new__(cls)
     for name, value in values.items():
         own = copy.copy(value) if type(value) in _CONTAINERS else value
-        if isinstance(own, Dataset) or (name == "dataset" and type(dataset) is MappedDataset):
+        if isinstance(own, Dataset) or (name == "dataset" and cls in (MappedDataset, Subset)):
             own = _twin(own)
         elif type(own) is list and len(own) <= _MAX_PARTS:
             own = [_twin(part) if isinstance(part, Dataset) else part for part in own]
@@ -205,10 +214,101 @@ def _twin(dataset: Any) -> Any:
     return twin
 
 
+@contextlib.contextmanager
+def _put_back(dataset: Any, indices: list[int] | None) -> Iterator[Callable[[], str]]:
+    """Put back the arrays and containers of a dataset after a block in which its copies are read.
+
+    What other objects hold that the dataset refers to stays as it is.
+
+    Args:
+        dataset: Map-style.
+        indices: The samples that are read; None for those of `readable`.
+
+    Yields:
+        A function that names the attributes that have changed.
+    """
+    rows = _tried(len(dataset)) if indices is None else indices
+    states = list(_states(dataset, rows))
+
+    def different() -> Iterator[tuple[str, Any, Any, Any]]:
+        for name, value, part, saved in states:
+            if part is None:
+                now, before = (list(map(id, _flat(each))) for each in (value, saved))
+                has_changed = now != before
+            else:
+                has_changed = first_difference(saved, value[part]) is not None
+            if has_changed:
+                yield name, value, part, saved
+
+    try:
+        yield lambda: ", ".join(dict.fromkeys(f"its {name}" for name, *_ in different() if name))
+    finally:
+        with torch.no_grad():
+            for _, value, part, saved in list(different()):
+                if part is not None:
+                    value[part] = saved
+                    continue
+                value.clear()
+                (value.extend if isinstance(value, (list, collections.deque)) else value.update)(saved)
+
+
+def _states(dataset: Any, rows: list[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """The name of an attribute, a container or array in it, which part of the array, and a copy of both."""
+    length, left_bytes = len(dataset), _MAX_COPIED_BYTES
+    seen: dict[int, Any] = {}  # keeps what it holds alive, so that ids stay unique
+    queue: list[tuple[str, Any]] = [("", dataset)]
+    for name, value in queue:  # grows meanwhile
+        if id(value) in seen or len(seen) > _MAX_SEEN:
+            continue
+        seen[id(value)] = value
+        parts: Iterable[tuple[str, Any]] = ()
+        if type(value) in _CONTAINERS:
+            inside = value.values() if isinstance(value, dict) else value
+            if len(value) <= _MAX_SEEN:
+                yield name, value, None, copy.copy(value)
+            elif isinstance(value, list) and len(value) == length:
+                inside = [value[row] for row in rows]
+            else:
+                inside = ()
+            parts = ((name, part) for part in inside)
+        elif isinstance(value, (np.ndarray, torch.Tensor)):
+            part: Any = ... if value.nbytes <= left_bytes else rows
+            with contextlib.suppress(UnsupportedSampleError):  # such as of another device
+                if (part is ... or (value.ndim and len(value) == length)) and _is_written(value):
+                    left_bytes -= value.nbytes if part is ... else 0
+                    yield name, value, part, copy.deepcopy(value[part])
+        elif isinstance(value, tuple):
+            parts = ((name, part) for part in value)
+        else:
+            parts = attributes(value).items()
+            if isinstance(own := getattr(value, "__dict__", None), dict):
+                yield "", own, None, dict(own)
+        queue += (
+            (name, part)
+            for name, part in parts
+            if type(part) in _CONTAINERS
+            or name == "dataset"
+            or isinstance(part, (tuple, np.ndarray, torch.Tensor, Dataset))
+        )
+
+
+def _is_written(array: Any) -> bool:
+    flatten(array)
+    return isinstance(array, torch.Tensor) or array.flags.writeable
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return itertools.chain(*container.items()) if isinstance(container, dict) else container
+
+
 def read_unnoticed(dataset: Any, index: int) -> Any:
-    """One sample; the generators of the libraries and of pipelines stay as they were."""
-    with RngScope(list(LIBRARY_GENERATORS)), seeded_by(DrawWatch(dataset)):
-        return dataset[index]
+    """One sample; generators of the libraries and of pipelines stay as they were, and so does the dataset."""
+    with (
+        _put_back(dataset, [index]),
+        RngScope(list(LIBRARY_GENERATORS)),
+        seeded_by(DrawWatch(twin := _twin(dataset))),
+    ):
+        return twin[index]
 
 
 def reject_random(dataset: Any) -> None:
@@ -221,7 +321,7 @@ def reject_random(dataset: Any) -> None:
             place of samples that cannot be read.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
-    if isinstance(dataset, ImageFolder) and dataset.transform is None:
+    if type(dataset) is ImageFolder and dataset.transform is None:  # a subclass can be random
         return
     try:
         probe(dataset)

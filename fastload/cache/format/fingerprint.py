@@ -17,13 +17,14 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
 from fastload.files.listing import DIGEST_BYTES
 
 KEY_PART = "cache_key"
+_READS = frozenset({"__getitem__", "__call__", "__getattribute__"})
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Fingerprint:
         parts: The value of each part, by the part's name; equal parts mean equal samples.
         key: The user's key, if there is one.
         label: The dataset's class and folder, for people; not compared.
+        needs_key: Whether the key alone tells these samples from others; not compared.
     """
 
     parts: Mapping[str, str] = field(hash=False)
     key: str | None = None
     label: str = field(default="", compare=False)
+    needs_key: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -53,7 +56,7 @@ class Fingerprint:
     def of_encoded(self) -> Fingerprint:
         """The fingerprint of the same samples with undecoded images."""
         key = None if self.key is None else f"{self.key} (encoded)"
-        return Fingerprint({**self.parts, "images": "encoded"}, key, self.label)
+        return replace(self, parts={**self.parts, "images": "encoded"}, key=key)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
@@ -86,12 +89,13 @@ def fingerprint_of(
     check_key(key)
     own = _source_parts(dataset)
     prepared = {} if pre_transform is None else _pre_transform_parts(pre_transform)
-    if key is None and (own is None or prepared is None):
+    needs_key = own is None or prepared is None
+    if key is None and needs_key:
         return None
     if prepared is None:
         prepared = {"pre_transform": _qualified_name(pre_transform)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
-    return Fingerprint(parts, key, _label_of(dataset))
+    return Fingerprint(parts, key, _label_of(dataset), needs_key)
 
 
 def _label_of(dataset: Any) -> str:
@@ -107,7 +111,7 @@ def _within(dataset: Any) -> Any:
     """The dataset of which this is a subset, or a subset of a subset."""
     from torch.utils.data import Subset  # here: as below
 
-    while isinstance(dataset, Subset):
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
@@ -128,16 +132,25 @@ def check_key(key: object) -> None:
 
 
 def has_own_fingerprint(dataset: Any) -> bool:
-    """Whether a `fingerprint()` knows of all samples: no subclass of its class has a `__getitem__`.
+    """Whether a `fingerprint()` knows of all samples: no subclass of its class changes how they are read.
 
     Such a subclass can return other samples, by attributes that the inherited `fingerprint()` does not cover.
     """
-    kind = type(_within(dataset))
-    owners = [
-        next((number for number, base in enumerate(kind.__mro__) if name in vars(base)), len(kind.__mro__))
-        for name in ("fingerprint", "__getitem__")
-    ]
-    return owners[0] <= owners[1]
+    return _covers_code(_within(dataset))
+
+
+def _covers_code(owner: Any) -> bool:
+    """Whether the class with `fingerprint()` has all code that runs: no subclass overrides a part of it."""
+    bases = type(owner).__mro__
+    number = next((number for number, base in enumerate(bases) if "fingerprint" in vars(base)), None)
+    if number is None:  # it is that of another object, to which attributes are passed on
+        return False
+    return not any(
+        name in _READS
+        or (not name.startswith("__") and hasattr(bases[number], name) and hasattr(value, "__get__"))
+        for base in bases[:number]
+        for name, value in vars(base).items()
+    )
 
 
 def why_private(dataset: Any, pre_transform: Any | None) -> str:
@@ -151,7 +164,7 @@ def why_private(dataset: Any, pre_transform: Any | None) -> str:
                 f"the fingerprint() of {named} is None: its samples have no versions, or it has a transform; "
                 f"{share}"
             )
-        return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
+        return f"the fingerprint() that {named} inherits does not cover its code: add one to it, or {share}"
     if pre_transform is None:
         named, where = type(dataset).__name__, "the dataset"
     else:
@@ -175,7 +188,7 @@ def _source_parts(dataset: Any) -> dict[str, str] | None:
     if type(dataset) is Subset:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
-    given = _given_parts(dataset) if callable(getattr(dataset, "fingerprint", None)) else None
+    given = _given_parts(dataset) if _covers_code(dataset) else None
     return None if given is None else {"dataset": _qualified_name(type(dataset)), **given}
 
 
@@ -205,7 +218,7 @@ def _given_parts(owner: Any) -> dict[str, str] | None:
 def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
     """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
     if callable(getattr(pre_transform, "fingerprint", None)):
-        given = _given_parts(pre_transform)
+        given = _given_parts(pre_transform) if _covers_code(pre_transform) else None
         return None if given is None else {f"pre_transform {part}": value for part, value in given.items()}
     from fastload.augmentation.libraries import library_of  # here: it imports torch
 

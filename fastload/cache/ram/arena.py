@@ -34,16 +34,18 @@ import numpy as np
 
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
-from fastload.memory.segment import PAGE_BYTES, Segment, populate
-from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, parse_memory, unused_bytes
+from fastload.memory.segment import PAGE_BYTES, Segment, populate, with_limit
+from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, limit_bytes, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
-from fastload.system.logs import log, say_once
+from fastload.system.logs import say_once
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
 
 SEGMENT_NAME = "fastload-cache"
 CURSOR_AT = 64
@@ -67,7 +69,7 @@ _LOCK_WAIT_S = 0.1
 def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
     """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
     free_bytes = available_bytes() // (1 if is_shared else count_ranks_of_host())
-    return max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+    return limit_bytes(max_memory, free_bytes)
 
 
 def reserve_bytes(max_memory: str | float) -> int:
@@ -78,8 +80,15 @@ def reserve_bytes(max_memory: str | float) -> int:
 # --- segments --------------------------------------------------------------------------------------------
 
 
-def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, mmap.mmap]:
+def create_segment(
+    nbytes: int, description: dict[str, Any], *, sparing: bool = False
+) -> tuple[Segment, mmap.mmap]:
     """A new sealed segment with this description, and a read-only mapping; most of it takes no memory yet.
+
+    Args:
+        nbytes: Its size.
+        description: JSON.
+        sparing: As of `Segment.map`.
 
     Raises:
         SharedMemoryError: The memory could not be allocated.
@@ -89,7 +98,7 @@ def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, m
         raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
     segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
     try:
-        mapping = segment.map(writable=False)
+        mapping = segment.map(writable=False, sparing=sparing)
         segment.write(text, DESCRIPTION_AT)
         # Last: a segment without a header is not a cache.
         segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
@@ -149,8 +158,8 @@ class Arena:
         mapping: The segment, read-only; None to map it now.
 
     Attributes:
-        memory: The bytes of the segment, read-only; those of an empty table if it cannot be mapped.
-        entries: The table as Python numbers.
+        memory: The bytes of the segment, read-only; if it cannot be mapped, those of an empty header.
+        entries: The table as Python numbers; zeros that take no memory if it cannot be mapped.
         table: The same, `(num_entries,) intp`.
         is_full: Whether memory for an entry, or for the segment itself, could not be allocated.
     """
@@ -170,17 +179,20 @@ class Arena:
             try:
                 mapping = mapping or segment.map(writable=False)
             except SharedMemoryError as error:  # for this process only: others can have other limits
-                log.warning(
-                    "process %d reads all samples from the dataset, because it cannot map their cache: %s",
-                    os.getpid(),
-                    str(error),  # the error itself would keep this frame alive in a log handler
+                reason = with_limit(error.__cause__) if isinstance(error.__cause__, OSError) else error
+                say_once(
+                    f"process {os.getpid()} reads all samples from the dataset, because it cannot map their "
+                    f"cache: {reason}"
                 )
         self.is_full = mapping is None
         self._limits = limits
         self._table_end = TABLE_AT + num_entries * ENTRY_BYTES
-        self.memory = memoryview(bytes(self._table_end) if mapping is None else mapping)
-        self.entries = self.memory[TABLE_AT : self._table_end].cast("Q")
-        self.table = np.frombuffer(self.entries, np.intp)
+        self.memory = memoryview(bytes(DESCRIPTION_AT) if mapping is None else mapping)
+        self.table: npt.NDArray[np.intp] = np.broadcast_to(np.intp(0), num_entries)
+        self.entries: Any = self.table
+        if mapping is not None:
+            self.entries = self.memory[TABLE_AT : self._table_end].cast("Q")
+            self.table = np.frombuffer(self.entries, np.intp)
         self._cursor = self.memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
         self._reserve = self.memory[_RESERVE_AT : _RESERVE_AT + _RESERVE.size].cast("q")
         self._growth = GrowthCheck(unused_bytes)  # the mapping has taken its address space already

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import os
 import sys
@@ -41,7 +42,7 @@ from fastload.cache.ram.file_table import (
 )
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
-from fastload.system.budget import available_bytes, parse_memory, unused_bytes
+from fastload.system.budget import available_bytes, limit_bytes, parse_memory, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
@@ -105,7 +106,7 @@ class SharedFileStore:
             self._look(time.monotonic())
             # What the store holds is not free, but it is the store's.
             free_bytes = available_bytes() + self.nbytes
-            self.max_bytes = max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+            self.max_bytes = limit_bytes(max_memory, free_bytes)
             self._reserved_bytes = reserve_bytes(max_memory)
             self._table_bytes = max(self.max_bytes // _NUM_TABLES, min(_MIN_TABLE_BYTES, self.max_bytes))
             self._make_tables()
@@ -290,9 +291,18 @@ class SharedFileStore:
             try:
                 if os.stat(link_of(entry.fd, entry.pid)).st_ino in inodes:
                     continue
-                table = FileTable(entry.attach())
-            except (OSError, SharedMemoryError, CacheMismatchError):
+                memory = entry.attach()
+            except (OSError, SharedMemoryError):
                 continue  # it was closed just now, or its process cannot be reached
+            try:
+                table = FileTable(memory, memory.map(writable=False, sparing=True))
+            except CacheMismatchError:
+                continue
+            except SharedMemoryError as error:
+                memory.close()
+                level = logging.WARNING if self.is_owner else logging.INFO
+                say_once(f"cache: decoded files of other processes are not used: {error}", level)
+                continue
             if table.name == self._name and not table.is_retired and table.inode not in inodes:
                 inodes.add(table.inode)
                 if self.is_owner:
@@ -396,7 +406,8 @@ def _unpickle(
     store = SharedFileStore.__new__(SharedFileStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._user = limits
-    store._tables = tuple(FileTable(each) for each in segments if each.fd >= 0)
+    tables = (FileTable(each) for each in segments if each.fd >= 0)
+    store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
     if not store.max_bytes:
         store.close()
     return store

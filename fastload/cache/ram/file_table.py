@@ -225,7 +225,7 @@ class FileTable:
         while True:
             fields = {"kind": _KIND, "name": name, "max_bytes": max_bytes, "created_s": time.time()}
             try:
-                segment, mapping = create_segment(_Plan(max_bytes).nbytes, fields)
+                segment, mapping = create_segment(_Plan(max_bytes).nbytes, fields, sparing=True)
                 break
             except SharedMemoryError:
                 max_bytes //= 2
@@ -398,7 +398,7 @@ class FileTable:
     @property
     def used_s(self) -> float:
         """When a process read files last that has used the table, to a few seconds of `time.monotonic`."""
-        return self._entries[_USED_MS] / 1000
+        return float(self._entries[_USED_MS]) / 1000
 
     def stop(self, loader: int) -> None:
         """Let a loader, a number below 2 ** 64, store nothing more."""
@@ -415,7 +415,7 @@ class FileTable:
 
     def retire(self) -> None:
         """Let every process let go of it; the memory goes with the last one."""
-        self.arena.publish(_RETIRED, 1)
+        self._set_word(_RETIRED, 1)
 
     def is_mostly_unused(self) -> bool:
         """Whether less than half of the files were used while the others were used eight times on average.

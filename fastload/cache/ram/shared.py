@@ -105,12 +105,7 @@ class SharedMemoryCache(SampleCache):
         Raises:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
-        try:
-            layout = Layout.read(segment)
-        except CacheMismatchError:
-            segment.close()
-            raise
-        return _unpickle(segment, layout)
+        return _unpickle(segment, _layout_of(segment))
 
     def _hold(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
         arena = Arena(segment, plan.num_samples, plan.limits, mapping)
@@ -328,9 +323,17 @@ def log_short(max_bytes: int, num_fitting: int, num_samples: int, needed: str = 
     )
 
 
-def _unpickle(segment: Segment, layout: Layout) -> SharedMemoryCache:
+def _layout_of(segment: Segment) -> Layout:
+    try:
+        return Layout.read(segment)
+    except CacheMismatchError:
+        segment.close()
+        raise
+
+
+def _unpickle(segment: Segment, layout: Layout, mapping: mmap.mmap | None = None) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
-    cache._hold(segment, layout)
+    cache._hold(segment, layout, mapping)
     return cache
 
 
@@ -390,15 +393,22 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
     Raises:
         CacheMismatchError: It was made from other samples.
+        SharedMemoryError: It would take most of the address space that is left.
     """
     name = fingerprint.name
     for entry in registry.entries(name):
         try:
-            cache = _attach(entry)
+            segment, layout = _reach(entry)
         except (SharedMemoryError, CacheMismatchError) as error:
             text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
             say_once(text, logging.WARNING if count_ranks_of_host() > 1 else logging.INFO)
             continue
+        try:
+            mapping = segment.map(writable=False, sparing=True)
+        except SharedMemoryError:
+            segment.close()
+            raise
+        cache = _unpickle(segment, layout, mapping)
         try:
             _check(cache, fingerprint, num_samples, entry.pid)
         except CacheMismatchError:
@@ -459,7 +469,7 @@ def live_caches() -> list[dict[str, Any]]:
     caches: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in registry.entries():
         try:
-            cache = _attach(entry)
+            cache = _unpickle(*_reach(entry))
         except (SharedMemoryError, CacheMismatchError):
             continue
         fingerprint = cache.origin.fingerprint or Fingerprint({})
@@ -480,18 +490,19 @@ def live_caches() -> list[dict[str, Any]]:
     return sorted(caches.values(), key=lambda facts: facts["created_s"])
 
 
-def _attach(entry: Entry) -> SharedMemoryCache:
-    """The cache behind an entry.
+def _reach(entry: Entry) -> tuple[Segment, Layout]:
+    """The memory of the cache behind an entry, which the caller owns, and its layout.
 
     Raises:
         SharedMemoryError: It cannot be reached.
         CacheMismatchError: Its descriptor is not a valid cache of this name.
     """
-    cache = SharedMemoryCache.attach(entry.attach())
-    if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
-        cache.close()
+    segment = entry.attach()
+    layout = _layout_of(segment)
+    if layout.origin.fingerprint is None or layout.origin.fingerprint.name != entry.name:
+        segment.close()
         raise CacheMismatchError("the descriptor now refers to another cache")
-    return cache
+    return segment, layout
 
 
 def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int, pid: int) -> None:
