@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # A folder imports from itself and from folders before it, for types too.
 FROM_THE_BOTTOM = """
 errors version system memory files readers images nested augmentation rng batch cache device transforms
-workers epochs training loader testing profiling integrations bench cli __init__ __main__
+workers epochs training loader profiling integrations bench cli __init__ __main__
 """
 LAYERS = FROM_THE_BOTTOM.split()
 
@@ -337,9 +337,7 @@ def test_public_modules_show_their_public_names() -> None:
     import fastload.errors
     import fastload.integrations.patch
     import fastload.integrations.ray
-    import fastload.testing
 
-    assert dir(fastload.testing) == fastload.testing.__all__ == sorted(fastload.testing.__all__)
     assert dir(fastload.errors) == sorted(name for name in vars(fastload.errors) if name.endswith("Error"))
     assert dir(fastload.integrations) == ["accelerate", "ray"]
     assert dir(fastload.integrations.ray) == ["build_cache", "prepare"]
