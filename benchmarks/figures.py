@@ -365,7 +365,7 @@ def on_a_gpu() -> str:
         row for rows in checks["cost_of_registering"].values() if isinstance(rows, list) for row in rows
     ]
     wait = checks["waits_against_the_devices_idle_time"]["device=, step of 30.0 ms"]
-    crops, rows = checks["ways_to_crop_and_resize"], checks["dataset_on_the_device"]
+    crops = checks["ways_to_crop_and_resize"]
     without_triton = crops["torch's operations, 256 px"]["ms"]
     leaves, training = checks["cost_of_leaves"], checks["resnet_50_from_a_cache"]
     decode = checks["decode_on_the_device"]
@@ -400,13 +400,6 @@ def on_a_gpu() -> str:
         f"(without Triton: {digits(without_triton)})",
         "`Normalize` of 256 images of 256 x 256 to bfloat16, ms": digits(
             checks["transforms_on_the_device"]["Normalize"]["ms"]
-        ),
-        "`Gather` of 32 x 32 images, batch 2,048, rows/s": ", ".join(
-            digits(statistics.median(rows[f"{name}, batch 2048"]["rows_per_s"])) + note
-            for name, note in (
-                ("gather", ""),
-                ("gather, crop, flip, Normalize", " with crop, flip and Normalize"),
-            )
         ),
         "a batch of 4 tensors, and of 1,024 small ones, ms": ", ".join(
             digits(way["ms_per_batch"]) for way in leaves.values()

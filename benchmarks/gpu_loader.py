@@ -415,8 +415,6 @@ def default_device() -> dict[str, Any]:
             transforms.RandomResizedCrop(64),
             transforms.RandomHorizontalFlip(),
             transforms.RandomCrop(64, 4),
-            transforms.RandomErasing(1.0),
-            transforms.Cutout(8),
             transforms.Normalize((0.5,) * 3, (0.5,) * 3),
         ):
             name = type(transform).__name__

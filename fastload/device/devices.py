@@ -183,11 +183,6 @@ def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """The free memory of a CUDA device, as its driver counts it."""
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
 def finish_all_work() -> None:
     """Let the host wait until the current CUDA device is idle, if this process uses CUDA."""
     if torch.cuda.is_initialized():
