@@ -125,7 +125,7 @@ class DataLoader(LoaderSettings):
             warning if there should be a GPU. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
             and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
-            torch does. "mps" and "xpu" are experimental and prefetch nothing.
+            torch does.
         batch_transform: Called with each whole batch in the worker that made it, without gradients: one of
             `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
             gets its result. Many small images are transformed much faster together than one by one.
@@ -364,7 +364,7 @@ class DataLoader(LoaderSettings):
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
-        source = self._host_iterator(device[0] if isinstance(device, tuple) else None)
+        source = self._host_iterator(None if device is None else device[0])
         if device is None and self.device_transform is None:
             return source
         iterator = DeviceIterator(self, source, device)

@@ -53,7 +53,7 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto|mps|xpu")
+_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto")
 
 
 def _checked_cache(cache: str) -> str:
@@ -72,7 +72,7 @@ def _checked_cache(cache: str) -> str:
 
 def _checked_device(device: str) -> str:
     if not _DEVICE.fullmatch(device):
-        raise CommandError(f"--device should be cuda, cuda:N, cpu, auto, mps or xpu, but got {device!r}")
+        raise CommandError(f"--device should be cuda, cuda:N, cpu or auto, but got {device!r}")
     return device
 
 

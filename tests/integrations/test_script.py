@@ -332,7 +332,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
         ("run --cache lmdb:s3://b/c", "--cache: .* decoded files are remembered on disk, not at a URL"),
         ("run --seeding smaple", "should be worker or sample, but got 'smaple': did you mean sample[?]$"),
         ("run --worker-type ray", "--worker-type should be process or thread, but got 'ray'$"),
-        ("run --device gpu7", "--device should be cuda, cuda:N, cpu, auto, mps or xpu, but got 'gpu7'$"),
+        ("run --device gpu7", "--device should be cuda, cuda:N, cpu or auto, but got 'gpu7'$"),
         ("run --chace ram", "fastload run has no option --chace: did you mean --cache[?]$"),
         ("profile --replay x", "--replay should be a whole number from 0 on, but got 'x'$"),
         ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
