@@ -200,7 +200,7 @@ def waits_against_the_devices_idle_time() -> dict[str, Any]:
             row["stats"] = loader.stats().as_dict()
             found[f"device=, step of {step_ms} ms"] = row
     with (
-        fastload.profile(replay=8) as profile,
+        fastload.profile() as profile,
         DataLoader(Pictures(128 * sized(48, 3)), 128, device="cuda", **options) as loader,
     ):
         for _ in range(2):

@@ -10,7 +10,6 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
 
 import fastload
 from fastload import CachedDataset, DataLoader
@@ -70,10 +69,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "transform is the class RandomResizedCrop: pass an instance",
     ),
     "profile": (lambda _: fastload.profile(DATA), "profile() takes DataLoaders, but got Images"),
-    "replay": (
-        lambda _: fastload.profile(TorchLoader(DATA), DataLoader(DATA), replay="x"),  # type: ignore[arg-type]
-        "replay should be an int, but got 'x'",
-    ),
     "of": (
         lambda _: fastload.remember(of="byte"),  # type: ignore[call-overload]
         """of should be "path" or "bytes", but got 'byte'""",

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, one_of, whole_number
+from fastload.cli.arguments import Output, one_of
 from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -176,15 +176,6 @@ def profile(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
-    replay: Annotated[
-        Any,  # int
-        typer.Option(
-            parser=whole_number("--replay", 0),
-            metavar="STEPS",
-            help="Alternate new batches with this many earlier ones, held in memory, to measure the "
-            "script's speed if loading were free. It then trains on these batches again.",
-        ),
-    ] = "0",
     output: Output = None,
 ) -> Any:
     """Run SCRIPT as python does, and report how long its training loops wait for data.
@@ -202,7 +193,6 @@ def profile(
         script,
         list(args or ()),
         as_module=is_module,
-        replay=replay,
         output=output,
         options=_long_options(context),
     )

@@ -125,12 +125,6 @@ def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def finish_all_work() -> None:
-    """Let the host wait until the current CUDA device is idle, if this process uses CUDA."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 @functools.cache
 def _freeze_in_children() -> None:
     """Let no collection of garbage in a forked child destroy tensors of this process's device.

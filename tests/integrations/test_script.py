@@ -313,7 +313,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
     """Also those that are options of ours; --quiet prints no line of ours, and no file is written."""
     (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
     before = {path.name for path in tmp_path.iterdir()}
-    own = ["--seeding", "x", "--json", "a.json", "-m", "--help", "--replay", "3", "--", "-q"]
+    own = ["--seeding", "x", "--json", "a.json", "-m", "--help", "--device", "3", "--", "-q"]
     done = run(*words, *own)
     assert (done.returncode, done.stdout) == (0, f"{own}\n")
     assert done.stderr == ("" if "-q" in words else "No DataLoader was used.\n") or "profile" in words
@@ -334,7 +334,6 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
         ("run --worker-type ray", "--worker-type should be process or thread, but got 'ray'$"),
         ("run --device gpu7", "--device should be cuda, cuda:N, cpu or auto, but got 'gpu7'$"),
         ("run --chace ram", "fastload run has no option --chace: did you mean --cache[?]$"),
-        ("profile --replay x", "--replay should be a whole number from 0 on, but got 'x'$"),
         ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
         ("profile --output folder", "--output should be a file in a directory .*, not 'folder'"),
     ],
@@ -349,7 +348,7 @@ def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, mo
     assert re.search(rf"^fastload: error: .*{said}", done.stderr)
 
 
-@pytest.mark.parametrize("words", ["run train.py --cache ram", "profile train.py --replay=20"])
+@pytest.mark.parametrize("words", ["run train.py --cache ram", "profile train.py --output=a.json"])
 def test_an_option_behind_the_script_is_named_if_the_script_refuses_it(
     words: str, run: Run, tmp_path: Path
 ) -> None:
@@ -533,7 +532,6 @@ if __name__ == "__main__":
 """
 REPORT = r"\ntrain_loader: .+\n  Numbers, 40 samples, batch_size=4, "  # the verdict comes first
 FILE = ("--output", "a.json")
-HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where some are replayed
 
 
 @pytest.mark.parametrize(
@@ -561,18 +559,14 @@ def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, repor
     assert "inside" not in done.stdout
 
 
-def test_the_file_and_replayed_batches(run: Run, tmp_path: Path) -> None:
-    """`--output` is named, also after an error; `--replay` keeps the number of steps."""
+def test_the_file_is_named(run: Run, tmp_path: Path) -> None:
+    """The one of `--output`, also after an error."""
     (tmp_path / "train.py").write_text(ENDING)
     done = run("profile", *FILE, "train.py", "code")
     assert done.returncode == 3
     assert done.stderr.endswith("fastload: wrote a.json\n")
     report = json.loads((tmp_path / "a.json").read_text())
     assert [(loader["name"], loader["num_batches"]) for loader in report["loaders"]] == [("train_loader", 7)]
-    done = run("profile", "--replay", "2", *FILE, "train.py", "none")
-    expected = "".join(f"{number} {value}\n" for number, value in enumerate(HELD))
-    assert (done.returncode, done.stdout) == (0, f"{expected}the end\n")
-    assert json.loads((tmp_path / "a.json").read_text())["loaders"][0]["num_batches"] == 10
 
 
 @pytest.mark.parametrize(
