@@ -91,7 +91,7 @@ def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
     loader = DataLoader(IMAGES, 4, **LOST[names])
     batches, texts = warned(prepare(loader))
     assert (len(batches), len(texts)) == (3, 1)
-    assert f"have no effect on its batches: {names}. Iterate over the fastload.DataLoader itself" in texts[0]
+    assert f"have no effect on its batches: {names}. Call fastload.patch_torch() before" in texts[0]
     assert warned(prepare(loader))[1] == []
     assert len(warned(prepare(DataLoader(IMAGES, 4, **OTHERS)))[1]) == 1
 
