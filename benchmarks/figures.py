@@ -419,8 +419,7 @@ def small_images() -> str:
     (question,) = (one for one in results["questions"] if "padded" in one["title"])
     lines = ["| 32 x 32, padded crop and flip, batch 512 | images/s |", "|---|---:|"]
     for label, row in question["rows"].items():
-        if "auto" not in label:
-            lines.append(f"| {label} | {digits(row['median'])} |")
+        lines.append(f"| {label} | {digits(row['median'])} |")
     machine = results["machine"]
     return (
         f"Two workers or threads ({machine['cores']} cores, {machine['cpu']}; "

@@ -121,7 +121,7 @@ def test_lightning_keeps_all_arguments(monkeypatch: Any, classes: Any, num_worke
     args, kwargs = (vars(loader)[f"__pl_saved_{name}"] for name in ("args", "kwargs"))
     again: Any = DataLoader(*args, **kwargs | {"sampler": [1, 2], "shuffle": False})
     assert {name: getattr(again, name) for name in OTHERS} == OTHERS
-    assert (again.memory_format, again._auto_workers is None) == (torch.channels_last, num_workers != "auto")
+    assert (again.memory_format, again.num_workers) == (torch.channels_last, loader.num_workers)
     assert list(again.sampler) == [1, 2]
 
 

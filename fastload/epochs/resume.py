@@ -339,15 +339,12 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     _check_complete(loader, sources, loaded)
     if not loaded.is_within_epoch:
         _check(loader, loaded)
-    number = _needed_workers(loader, loaded)
-    with sources.unchanged_on_error():
-        if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
+    if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
+        with sources.unchanged_on_error():
             sources.set_generators(loaded.generators)
             sources.set_samplers({k: v for k, v in loaded.samplers.items() if k in sources.keys})
-            if not number:
+            if not loader.num_workers:
                 _set_own_dataset(loader, loaded)
-        if number != loader.num_workers:
-            loader._set_num_workers(loader._auto_workers.keep(number))  # type: ignore[attr-defined]  # ours
     state = state_of(loader)
     state.loaded = loaded
     state.sample_seed = loaded.sample_seed
@@ -387,15 +384,6 @@ def _check_complete(loader: DataLoader[Any], sources: OrderSources, loaded: Epoc
             f"the state lacks {', '.join(sorted(missing))}, which determines the batches of this loader: "
             "give it the same dataset, sampler and generator as before, or load another checkpoint"
         )
-
-
-def _needed_workers(loader: DataLoader[Any], loaded: EpochCursor) -> int:
-    """The number of workers; with "auto", the state of a dataset needs one for each copy."""
-    auto_workers = getattr(loader, "_auto_workers", None)
-    if auto_workers is None or loaded.dataset_states is None:
-        return loader.num_workers
-    number = 0 if loaded.iterator_kind == "local" else len(loaded.dataset_states)
-    return max(number, int(auto_workers.minimum))
 
 
 def _set_own_dataset(loader: DataLoader[Any], loaded: EpochCursor) -> None:

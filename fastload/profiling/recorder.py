@@ -26,7 +26,7 @@ from fastload.profiling.hooks import (
     hook_process,
     unhook_new_workers,
 )
-from fastload.profiling.loader_info import batch_info, loader_info, worker_settings
+from fastload.profiling.loader_info import batch_info, loader_info
 from fastload.profiling.spans import this_thread
 
 if TYPE_CHECKING:
@@ -163,7 +163,6 @@ class Recorder:
                 iterator = original(loader)
             finally:
                 this_thread.loader = None
-            record.info |= worker_settings(loader)
             record.epochs.append(Epoch(start_ns))
             # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
             with contextlib.suppress(AttributeError):

@@ -37,7 +37,6 @@ from fastload.profiling.timeline import Machine
 from fastload.readers import identity
 from fastload.rng import entry_points
 from fastload.workers import process
-from fastload.workers.auto_workers import AutoWorkers
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, stop_workers
 from tests.profiling import zoo
@@ -304,14 +303,6 @@ def test_the_inner_of_nested_loops_is_computing_of_the_outer() -> None:
     found = {report.name: report for report in profile.report().loaders}
     assert (found["outer"].num_batches, found["inner"].num_batches) == (24, 72)
     assert found["outer"].data_share < found["inner"].data_share
-
-
-def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`num_workers="auto"` chooses them when it begins."""
-    monkeypatch.setattr(AutoWorkers, "choose", lambda *_: 1)
-    loader = fastload.DataLoader(QUICK, batch_size=zoo.BATCH, num_workers="auto")
-    (timeline,) = profile_of(loader)._timelines
-    assert [timeline.info[name] for name in ("num_workers", "prefetch_factor")] == [1, 2]
 
 
 DYING = """
