@@ -409,7 +409,8 @@ class DataLoader(LoaderSettings):
         not count before the next one is received. A copy of the loader has no position. The call
         takes microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read
         the dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
-        subclass whose iterators do not take their batches from this class needs its own method.
+        subclass whose iterators do not take their batches from this class needs its own method. Within an
+        epoch of ``in_order=False``, whose batches have no order, the log says that it cannot be resumed.
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
@@ -493,9 +494,10 @@ def _is_of_monai(init: Any) -> bool:
 
 def _auto_workers(worker_type: str | RayWorkers) -> int:
     if pool_type_of(worker_type).runs_elsewhere:
+        shown = shown_worker_type(worker_type)
         raise ValueError(
-            f'num_workers="auto" counts the CPUs of this machine, but {shown_worker_type(worker_type)} starts '
-            "workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
+            f'num_workers="auto" counts the CPUs of this machine, but {shown} starts workers on others: pass a '
+            "number, such as the cluster's free CPUs (`fastload doctor` shows them)"
         )
     is_daemon = current_process().daemon  # such as a worker of another loader, which can start no process
     return 0 if is_daemon else min(cpus.rank_cpus(), _MAX_AUTO_WORKERS)
