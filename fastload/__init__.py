@@ -14,7 +14,6 @@ from fastload.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample as FailedSample
-    from fastload.batch.source import BatchSource as BatchSource
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.device.device_prefetcher import DevicePrefetcher as DevicePrefetcher
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
@@ -41,7 +40,6 @@ else:  # with __getattr__ in sight, type checkers would accept any name
         "fastload",
         {
             "batch.failures": ("FailedSample",),
-            "batch.source": ("BatchSource",),
             "cache.dataset": ("CachedDataset",),
             "device.device_prefetcher": ("DevicePrefetcher",),
             "epochs.node_partition": ("NodePartitionSampler",),

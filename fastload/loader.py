@@ -496,8 +496,8 @@ def _auto_workers(worker_type: str | RayWorkers) -> int:
     if pool_type_of(worker_type).runs_elsewhere:
         shown = shown_worker_type(worker_type)
         raise ValueError(
-            f'num_workers="auto" counts the CPUs of this machine, but {shown} starts workers on others: pass a '
-            "number, such as the cluster's free CPUs (`fastload doctor` shows them)"
+            f'num_workers="auto" counts the CPUs of this machine, but {shown} starts workers on others: pass '
+            "a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
         )
     is_daemon = current_process().daemon  # such as a worker of another loader, which can start no process
     return 0 if is_daemon else min(cpus.rank_cpus(), _MAX_AUTO_WORKERS)
