@@ -435,7 +435,7 @@ def accuracy() -> str:
     is_equal = all(ways.count(ways[0]) == len(ways) for ways in (losses, accuracies))
     return (
         "A small network learned from torch's loader, from fastload's with only the import changed, and from "
-        "one with a cache, with one seed and `seed_albumentations=False`. Losses and accuracies of all "
+        'one with a cache, with one seed and `seeding="torch"`. Losses and accuracies of all '
         f"{num_epochs} epochs were {'equal' if is_equal else 'different'}: after the last one, "
         f"{losses[0][-1]:.4f} and {accuracies[0][-1]:.1f}% with torch's loader, {losses[-1][-1]:.4f} and "
         f"{accuracies[-1][-1]:.1f}% with the cache ([details](../../benchmarks/README.md#accuracy)). "

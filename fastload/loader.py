@@ -81,7 +81,7 @@ class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
     Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
-    `seed_albumentations`. docs/how-it-works.md lists all differences, and how to undo them.
+    `seeding`. docs/how-it-works.md lists all differences, and how to undo them.
 
     Workers write batches directly into reused shared memory, and your tensors are views of it. A batch stays
     valid and unchanged as long as any tensor or array made from it is alive.
@@ -96,20 +96,20 @@ class DataLoader(LoaderSettings):
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
         max_prefetch_memory: Upper bound on the memory for batches in flight: ``"2GB"``, bytes, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_albumentations: Seed every albumentations pipeline separately in each worker, wherever it is
-            kept, and all random transforms of MONAI together. What a `worker_init_fn` seeds keeps its seed.
-            Without workers, pipelines draw from the streams of worker 0 while batches are read. False leaves
-            both libraries alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in
-            all workers, and without workers no seed controls its draws.
-        seeding: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue
-            from one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
-            `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
-            `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
-            `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
-            and how often the index came before. Pixels are then the same for any number of workers and after
-            a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
-            batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
-            `__getitems__`, and fastload's own workers, or none.
+        seeding: How random numbers are seeded. ``"worker"``: as in torch, each worker's generators continue
+            from one sample to the next; and every albumentations pipeline is seeded separately in each
+            worker, wherever it is kept, all random transforms of MONAI together. What a `worker_init_fn`
+            seeds keeps its seed. Without workers, pipelines draw from the streams of worker 0 while batches
+            are read. ``"torch"`` leaves both libraries alone, as torch does: albumentations 2.0.8 then draws the
+            same "random" numbers in all workers, and without workers no seed controls its draws.
+            ``"sample"``: before each ``dataset[i]``, the generators of `random`, `numpy.random`, torch,
+            albumentations and MONAI, and generators that the dataset or the `collate_fn` keeps
+            (`numpy.random.Generator` and `RandomState`, `random.Random`, `torch.Generator`), are seeded from
+            the seed of `generator` (or of torch), the epoch, the index, and how often the index came before.
+            Pixels are then the same for any number of workers and after a resume, and so are the draws of a
+            `collate_fn`, which continue those of the last sample of its batch. A warning names generators
+            that cannot be seeded. Needs a map-style dataset without `__getitems__`, and fastload's own
+            workers, or none.
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
@@ -186,8 +186,7 @@ class DataLoader(LoaderSettings):
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
         max_prefetch_memory: int | float | str = "auto",
-        seed_albumentations: bool = True,
-        seeding: Literal["worker", "sample"] = "worker",
+        seeding: Literal["worker", "sample", "torch"] = "worker",
         worker_type: Literal["process", "thread", "ray"] | RayWorkers = "process",
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
@@ -346,7 +345,7 @@ class DataLoader(LoaderSettings):
             searched = self.dataset, vars(self)["collate_fn"]
             if self.seeding == "sample":
                 warn_of_unseeded(*searched)
-            elif self.seed_albumentations and self.num_workers and not _is_of_monai(self.worker_init_fn):
+            elif self.seeding == "worker" and self.num_workers and not _is_of_monai(self.worker_init_fn):
                 tell_of_other_draws(*searched)
         reason = self._why_torch()
         iterator: Any

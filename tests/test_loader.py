@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXTRAS = {
-    *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
+    *("memory_format", "max_prefetch_memory", "seeding", "worker_type", "device"),
     *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts"),
     "cache",
 }
@@ -48,9 +48,7 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), which are arguments, with a new batch sampler."""
     theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(
-        IMAGES, 4, num_workers=1, max_prefetch_memory="12345B", seed_albumentations=False
-    )
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, max_prefetch_memory="12345B", seeding="torch")
     list(loader)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
     assert set(arguments) == theirs | EXTRAS
@@ -58,7 +56,7 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
         del arguments[name]
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
-    assert (again.max_prefetch_memory, again.seed_albumentations) == ("12345B", False)
+    assert (again.max_prefetch_memory, again.seeding) == ("12345B", "torch")
 
 
 def test_making_a_loader_takes_nothing() -> None:

@@ -106,10 +106,11 @@ def run(
     seeding: Annotated[
         str | None,
         typer.Option(
-            parser=one_of("--seeding", "worker", "sample"),
-            metavar="worker|sample",
-            help="How random numbers are seeded: 'worker' as in torch (the default), or 'sample', the same "
-            "for any number of workers.",
+            parser=one_of("--seeding", "worker", "sample", "torch"),
+            metavar="worker|sample|torch",
+            help="How random numbers are seeded: 'worker' as in torch, and albumentations and MONAI in each "
+            "worker (the default); 'sample', the same for any number of workers; or 'torch', exactly as in "
+            "torch, whose workers repeat each other's draws of albumentations and MONAI.",
         ),
     ] = None,
     device: Annotated[
@@ -128,24 +129,16 @@ def run(
             help="Type of the workers; default: process, as in torch.",
         ),
     ] = None,
-    seed_albumentations: Annotated[
-        bool | None,
-        typer.Option(
-            "--seed-albumentations/--no-seed-albumentations",
-            help="Whether transforms of albumentations and MONAI use other random numbers in each worker "
-            "(the default), or the same, as under torch's loader.",
-        ),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
 ) -> Any:
     """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
-    --seed-albumentations apply to every loader of the script. At exit, lines on standard error say how many
-    loaders were replaced, what caches found and why the rest was decoded, and whether albumentations
-    pipelines were seeded, which changes the random numbers that they use. Of several ranks, the first one of
-    each machine writes them, and counts its own loaders alone.
+    everything after SCRIPT belongs to the script. --seeding, --device and --worker-type apply to every loader
+    of the script. At exit, lines on standard error say how many loaders were replaced, what caches found and
+    why the rest was decoded, and whether albumentations pipelines were seeded, which changes the random
+    numbers that they use. Of several ranks, the first one of each machine writes them, and counts its own
+    loaders alone.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import
@@ -155,7 +148,6 @@ def run(
         "seeding": seeding,
         "device": device,
         "worker_type": worker_type,
-        "seed_albumentations": seed_albumentations,
     }
     if cache is not None:  # for fastload's own loaders, too
         os.environ[CACHE_VARIABLE] = cache

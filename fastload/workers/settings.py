@@ -48,7 +48,7 @@ WORKER_TYPES: dict[str, type[WorkerPool]] = {"process": ProcessPool, "thread": T
 
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
-    "seeding": one_of("worker", "sample"),
+    "seeding": one_of("worker", "sample", "torch"),
     "worker_type": Check(
         ", ".join(f'"{name}"' for name in WORKER_TYPES) + " or fastload.RayWorkers(...)",
         lambda value: value in tuple(WORKER_TYPES) or isinstance(value, RayWorkers),
@@ -78,7 +78,6 @@ class Options:
 
     memory_format: torch.memory_format | None = None
     max_prefetch_memory: int | float | str = "auto"
-    seed_albumentations: bool = True
     seeding: str = "worker"
     worker_type: str | RayWorkers = "process"
     device: str | int | torch.device | None = None
@@ -182,7 +181,7 @@ def worker_spec(loader: LoaderSettings, base_seed: int, file_cache: FileCache | 
         worker_init_fn=loader.worker_init_fn,
         base_seed=base_seed,
         num_workers=loader.num_workers,
-        seed_albumentations=loader.seed_albumentations,
+        seeds_pipelines=loader.seeding != "torch",
         channels_last=loader.memory_format is torch.channels_last,
         seeds_samples=loader.seeding == "sample",
         on_error=loader.on_error,

@@ -118,7 +118,6 @@ IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = {
     "memory_format": torch.channels_last,
     "max_prefetch_memory": "1GB",
-    "seed_albumentations": False,
     "seeding": "sample",
     "device": "cpu",
     "device_transform": tuple,

@@ -330,7 +330,10 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
         ),
         ("run --cache ram:lots", "--cache should be ram, .*, but got 'ram:lots'$"),
         ("run --cache lmdb:s3://b/c", "--cache: .* decoded files are remembered on disk, not at a URL"),
-        ("run --seeding smaple", "should be worker or sample, but got 'smaple': did you mean sample[?]$"),
+        (
+            "run --seeding smaple",
+            "worker, sample or torch, but got 'smaple': did you mean sample[?]$",
+        ),
         ("run --worker-type ray", "--worker-type should be process or thread, but got 'ray'$"),
         ("run --device gpu7", "--device should be cuda, cuda:N, cpu or auto, but got 'gpu7'$"),
         ("run --chace ram", "fastload run has no option --chace: did you mean --cache[?]$"),
@@ -411,9 +414,9 @@ for _ in range(2):
 
 
 def test_seeded_pipelines_are_told_in_one_line(tmp_path: Path, run: Run) -> None:
-    """With --no-seed-albumentations the draws are those of torch's loader, and nothing is told."""
+    """With --seeding torch the draws are those of torch's loader, and nothing is told."""
     (tmp_path / "flips.py").write_text(PIPELINES)
-    seeded, unseeded = run("run", "flips.py"), run("run", "--no-seed-albumentations", "flips.py")
+    seeded, unseeded = run("run", "flips.py"), run("run", "--seeding", "torch", "flips.py")
     ours, torchs = seeded.stdout.splitlines()
     assert unseeded.stdout.splitlines() == [torchs, torchs] != [ours, torchs]
     told = [done.stderr.count("albumentations pipelines were seeded") for done in (seeded, unseeded)]
