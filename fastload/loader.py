@@ -100,8 +100,8 @@ class DataLoader(LoaderSettings):
             from one sample to the next; and every albumentations pipeline is seeded separately in each
             worker, wherever it is kept, all random transforms of MONAI together. What a `worker_init_fn`
             seeds keeps its seed. Without workers, pipelines draw from the streams of worker 0 while batches
-            are read. ``"torch"`` leaves both libraries alone, as torch does: albumentations 2.0.8 then draws the
-            same "random" numbers in all workers, and without workers no seed controls its draws.
+            are read. ``"torch"`` leaves both libraries alone, as torch does: albumentations 2.0.8 then draws
+            the same "random" numbers in all workers, and without workers no seed controls its draws.
             ``"sample"``: before each ``dataset[i]``, the generators of `random`, `numpy.random`, torch,
             albumentations and MONAI, and generators that the dataset or the `collate_fn` keeps
             (`numpy.random.Generator` and `RandomState`, `random.Random`, `torch.Generator`), are seeded from
