@@ -21,7 +21,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from fastload import DataLoader
 from fastload.epochs.sampler_state import OrderSources
 from fastload.errors import ResumeError
-from fastload.workers import auto_workers
 from tests.kit import datasets
 from tests.resume.loaders import (
     LENGTH,
@@ -438,43 +437,21 @@ class HalfLoads(Counting):
         super().load_state_dict(state)
 
 
-@pytest.mark.parametrize("num_workers", [0, "auto"])
-def test_a_dataset_s_own_error_changes_nothing(num_workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the dataset nor sampler, generator, number of workers, and the workers that persist."""
-    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
+def test_a_dataset_s_own_error_changes_nothing() -> None:
+    """Neither the dataset nor sampler and generator."""
     loader = make("Counting", generator=seeded(), shuffle=True)
     list(loader)
     state = loader.state_dict()
-    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3), num_workers=num_workers)
+    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3))
     list(fresh)
     fresh.dataset.reads = 7
-    before = fresh.num_workers, *order_states(fresh), fresh.state_dict()
+    before = *order_states(fresh), fresh.state_dict()
 
     with pytest.raises(LookupError, match="not mine"):
         fresh.load_state_dict(state)
-    assert (fresh.num_workers, *order_states(fresh), fresh.state_dict()) == before
+    assert (*order_states(fresh), fresh.state_dict()) == before
     assert fresh.dataset.reads == 7
     fresh.close()
-
-
-def test_workers_that_persist_outlive_a_state_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With num_workers="auto", the state of a dataset asks for another number, and its sampler is damaged."""
-    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
-
-    def counted(num_workers: Any) -> DataLoader:
-        return DataLoader(
-            Counting(), 4, sampler=Stateful(LENGTH), num_workers=num_workers, persistent_workers=True
-        )
-
-    state = state_after(counted(1), LENGTH)
-    state["samplers"]["sampler"] = {}
-    with counted("auto") as loader:
-        list(loader)
-        workers = loader._iterator
-        with pytest.raises(KeyError, match="round"):
-            loader.load_state_dict(state)
-
-        assert (loader.num_workers, loader._iterator) == (2, workers)
 
 
 class Refuses(Stateful):
