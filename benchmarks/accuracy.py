@@ -5,7 +5,7 @@ Question: which loss and accuracy does a small network reach after each epoch of
 torch's loader, with only the import changed, and with a cache in RAM?
 
 Held out: speed. All three have one seed for the weights, the order and the crops, and two workers.
-`seed_albumentations=False` lets the crops be those under torch's loader. The network has three convolutions,
+`seeding="torch"` lets the crops be those under torch's loader. The network has three convolutions,
 and one thread trains it, so sums have one order. The pieces of photographs are those of pieces.py.
 
 Command: python benchmarks/accuracy.py [--epochs 10] [--save]
@@ -49,12 +49,12 @@ def of_torch(folder: Path, transform: Any, **options: Any) -> Any:
 
 
 def only_import(folder: Path, transform: Any, **options: Any) -> Any:
-    return fastload.DataLoader(Photos(folder, transform), seed_albumentations=False, **options)
+    return fastload.DataLoader(Photos(folder, transform), seeding="torch", **options)
 
 
 def cached(folder: Path, transform: Any, **options: Any) -> Any:
     dataset = fastload.CachedDataset(fastload.ImageFolder(folder, size=RESIZED), transform)
-    return fastload.DataLoader(dataset, seed_albumentations=False, **options)
+    return fastload.DataLoader(dataset, seeding="torch", **options)
 
 
 WAYS = {"torch": of_torch, "fastload, only the import": only_import, "fastload, cached": cached}

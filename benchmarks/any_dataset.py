@@ -214,7 +214,7 @@ def loaders(make_dataset: Callable[[str], Any], folder: str, cache: str) -> dict
     """How each loader is made; ``cache`` is a folder for the cache on disk."""
     dataset = make_dataset(folder)
     # With torch's seeds in albumentations, too, so that the batches can be compared.
-    ours = {**LOADING, "seed_albumentations": False}
+    ours = {**LOADING, "seeding": "torch"}
     return {
         TORCH: lambda: torch.utils.data.DataLoader(dataset, BATCH_SIZE, **LOADING),
         "import only": lambda: fastload.DataLoader(dataset, BATCH_SIZE, **ours),

@@ -365,7 +365,7 @@ def on_a_gpu() -> str:
         row for rows in checks["cost_of_registering"].values() if isinstance(rows, list) for row in rows
     ]
     wait = checks["waits_against_the_devices_idle_time"]["device=, step of 30.0 ms"]
-    crops, rows = checks["ways_to_crop_and_resize"], checks["dataset_on_the_device"]
+    crops = checks["ways_to_crop_and_resize"]
     without_triton = crops["torch's operations, 256 px"]["ms"]
     leaves, training = checks["cost_of_leaves"], checks["resnet_50_from_a_cache"]
     decode = checks["decode_on_the_device"]
@@ -401,13 +401,6 @@ def on_a_gpu() -> str:
         "`Normalize` of 256 images of 256 x 256 to bfloat16, ms": digits(
             checks["transforms_on_the_device"]["Normalize"]["ms"]
         ),
-        "`Gather` of 32 x 32 images, batch 2,048, rows/s": ", ".join(
-            digits(statistics.median(rows[f"{name}, batch 2048"]["rows_per_s"])) + note
-            for name, note in (
-                ("gather", ""),
-                ("gather, crop, flip, Normalize", " with crop, flip and Normalize"),
-            )
-        ),
         "a batch of 4 tensors, and of 1,024 small ones, ms": ", ".join(
             digits(way["ms_per_batch"]) for way in leaves.values()
         ),
@@ -426,8 +419,7 @@ def small_images() -> str:
     (question,) = (one for one in results["questions"] if "padded" in one["title"])
     lines = ["| 32 x 32, padded crop and flip, batch 512 | images/s |", "|---|---:|"]
     for label, row in question["rows"].items():
-        if "auto" not in label:
-            lines.append(f"| {label} | {digits(row['median'])} |")
+        lines.append(f"| {label} | {digits(row['median'])} |")
     machine = results["machine"]
     return (
         f"Two workers or threads ({machine['cores']} cores, {machine['cpu']}; "
@@ -443,7 +435,7 @@ def accuracy() -> str:
     is_equal = all(ways.count(ways[0]) == len(ways) for ways in (losses, accuracies))
     return (
         "A small network learned from torch's loader, from fastload's with only the import changed, and from "
-        "one with a cache, with one seed and `seed_albumentations=False`. Losses and accuracies of all "
+        'one with a cache, with one seed and `seeding="torch"`. Losses and accuracies of all '
         f"{num_epochs} epochs were {'equal' if is_equal else 'different'}: after the last one, "
         f"{losses[0][-1]:.4f} and {accuracies[0][-1]:.1f}% with torch's loader, {losses[-1][-1]:.4f} and "
         f"{accuracies[-1][-1]:.1f}% with the cache ([details](../../benchmarks/README.md#accuracy)). "

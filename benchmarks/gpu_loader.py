@@ -200,7 +200,7 @@ def waits_against_the_devices_idle_time() -> dict[str, Any]:
             row["stats"] = loader.stats().as_dict()
             found[f"device=, step of {step_ms} ms"] = row
     with (
-        fastload.profile(replay=8) as profile,
+        fastload.profile() as profile,
         DataLoader(Pictures(128 * sized(48, 3)), 128, device="cuda", **options) as loader,
     ):
         for _ in range(2):
@@ -415,8 +415,6 @@ def default_device() -> dict[str, Any]:
             transforms.RandomResizedCrop(64),
             transforms.RandomHorizontalFlip(),
             transforms.RandomCrop(64, 4),
-            transforms.RandomErasing(1.0),
-            transforms.Cutout(8),
             transforms.Normalize((0.5,) * 3, (0.5,) * 3),
         ):
             name = type(transform).__name__

@@ -14,10 +14,8 @@ from gpu_tools import MB, check, gpu_ms, sized
 
 import fastload
 from fastload.transforms import (
-    Gather,
     Normalize,
     RandomCrop,
-    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
 )
@@ -81,7 +79,6 @@ def transforms_on_the_device() -> dict[str, Any]:
             compose([RandomCrop(32, 4), flip, norm]),
             small,
         ),
-        "RandomErasing": (RandomErasing(1.0), images),
     }
     return {name: cost(lambda f=f, x=x: f(x)) for name, (f, x) in ways.items()}
 
@@ -194,7 +191,7 @@ def dataset_on_the_device() -> dict[str, Any]:
                 shuffle=True,
                 device="cuda",
                 seeding="sample",
-                device_transform=[Gather([images, labels]), *transform],
+                device_transform=[lambda rows: (images[rows], labels[rows]), *transform],
             )
             figures = []
             for _ in range(3):

@@ -75,7 +75,7 @@ def parts(runs: int) -> dict[str, float]:
         "a PCG64 for pipelines": microseconds(lambda: setattr(bits, "state", bits.state), runs),
     }
     for num_transforms in (0, 1, 100):
-        seeder = SampleSeeder(Augmented(num_transforms), None, with_transforms=True, role="process")
+        seeder = SampleSeeder(Augmented(num_transforms), None, role="process")
         name = f"all, {num_transforms} transforms"
         found[name] = microseconds(lambda seeder=seeder: seeder.begin(key), runs)  # type: ignore[misc]
         seeder.end()

@@ -14,7 +14,7 @@ from pictures import photo_folder, small_network
 from torch import nn
 
 import fastload
-from fastload.transforms import Gather, Normalize, RandomCrop, RandomHorizontalFlip
+from fastload.transforms import Normalize, RandomCrop, RandomHorizontalFlip
 
 
 def read(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,16 +32,15 @@ def read(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def train(folder: Path, epochs: int = 3) -> float:
     """Train a small network; returns images per second of the last epoch."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    images, labels = read(folder)
-    gather = Gather([images, labels])  # moves to the device with the first batch
+    images, labels = (column.to(device) for column in read(folder))
     loader = fastload.DataLoader(
-        gather.rows,  # range(N): no sample is read, so no worker is needed
+        range(len(labels)),  # row numbers: no sample is read, so no worker is needed
         batch_size=min(512, len(labels) // 4),
         shuffle=True,
         drop_last=True,
         device=device,
         device_transform=[
-            gather,
+            lambda rows: (images[rows], labels[rows]),
             RandomCrop(32, padding=4),
             RandomHorizontalFlip(),
             Normalize((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),

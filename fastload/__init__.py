@@ -1,7 +1,7 @@
 """A drop-in DataLoader for PyTorch over a shared cache of decoded images.
 
 `import fastload` imports nothing else; each public name imports its module on first use. The public modules
-are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.testing`, `fastload.training` and
+are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.training` and
 `fastload.transforms`, and those below `fastload.integrations`.
 
 Add a new name in two places, the imports that type checkers read and the table that Python reads; a test
@@ -14,7 +14,6 @@ from fastload.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample as FailedSample
-    from fastload.batch.source import BatchSource as BatchSource
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.device.device_prefetcher import DevicePrefetcher as DevicePrefetcher
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
@@ -41,7 +40,6 @@ else:  # with __getattr__ in sight, type checkers would accept any name
         "fastload",
         {
             "batch.failures": ("FailedSample",),
-            "batch.source": ("BatchSource",),
             "cache.dataset": ("CachedDataset",),
             "device.device_prefetcher": ("DevicePrefetcher",),
             "epochs.node_partition": ("NodePartitionSampler",),
@@ -61,5 +59,5 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "training.report": ("memory_report",),
             "workers.ray_pool": ("RayWorkers",),
         },
-        modules=("cache", "errors", "integrations", "profiling", "testing", "training", "transforms"),
+        modules=("cache", "errors", "integrations", "profiling", "training", "transforms"),
     )

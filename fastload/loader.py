@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from multiprocessing import context as mp_context
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,6 @@ from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.system.notes import add_note, suggest_arguments
 from fastload.workers import process
-from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import (
     OPTION_NAMES,
     LoaderSettings,
@@ -69,6 +69,9 @@ _KNOWN_CONTEXTS = (
 )
 
 
+_MAX_AUTO_WORKERS = 16
+
+
 def _is_number_of_workers(value: Any) -> bool:
     """Whether torch's loader works with it: an int, NumPy's too, or 0.0."""
     return value == 0 or hasattr(type(value), "__index__")
@@ -78,7 +81,7 @@ class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
     Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
-    `seed_albumentations`. docs/how-it-works.md lists all differences, and how to undo them.
+    `seeding`. docs/how-it-works.md lists all differences, and how to undo them.
 
     Workers write batches directly into reused shared memory, and your tensors are views of it. A batch stays
     valid and unchanged as long as any tensor or array made from it is alive.
@@ -86,30 +89,27 @@ class DataLoader(LoaderSettings):
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
-        num_workers: As in torch, or ``"auto"``: the first epoch has as many workers as this rank's share of
-            the CPUs, at most 16, and none if the share is one CPU. Each later `iter(loader)` chooses as many
-            as the consumer needs, up to this share, from the times of earlier batches (see `stats`). One log
-            line explains each choice. The attribute is always an int. Needs a map-style dataset. With
-            ``seeding="worker"`` the random streams depend on the number.
+        num_workers: As in torch, or ``"auto"``: as many as this rank's share of the CPUs, at most 16. The
+            attribute is always an int. With ``seeding="worker"`` the random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
             strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
         max_prefetch_memory: Upper bound on the memory for batches in flight: ``"2GB"``, bytes, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_albumentations: Seed every albumentations pipeline separately in each worker, wherever it is
-            kept, and all random transforms of MONAI together. What a `worker_init_fn` seeds keeps its seed.
-            Without workers, pipelines draw from the streams of worker 0 while batches are read. False leaves
-            both libraries alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in
-            all workers, and without workers no seed controls its draws.
-        seeding: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue
-            from one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
-            `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
-            `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
-            `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
-            and how often the index came before. Pixels are then the same for any number of workers and after
-            a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
-            batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
-            `__getitems__`, and fastload's own workers, or none.
+        seeding: How random numbers are seeded. ``"worker"``: as in torch, each worker's generators continue
+            from one sample to the next; and every albumentations pipeline is seeded separately in each
+            worker, wherever it is kept, all random transforms of MONAI together. What a `worker_init_fn`
+            seeds keeps its seed. Without workers, pipelines draw from the streams of worker 0 while batches
+            are read. ``"torch"`` leaves both libraries alone, as torch does: albumentations 2.0.8 then draws
+            the same "random" numbers in all workers, and without workers no seed controls its draws.
+            ``"sample"``: before each ``dataset[i]``, the generators of `random`, `numpy.random`, torch,
+            albumentations and MONAI, and generators that the dataset or the `collate_fn` keeps
+            (`numpy.random.Generator` and `RandomState`, `random.Random`, `torch.Generator`), are seeded from
+            the seed of `generator` (or of torch), the epoch, the index, and how often the index came before.
+            Pixels are then the same for any number of workers and after a resume, and so are the draws of a
+            `collate_fn`, which continue those of the last sample of its batch. A warning names generators
+            that cannot be seeded. Needs a map-style dataset without `__getitems__`, and fastload's own
+            workers, or none.
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
@@ -125,7 +125,7 @@ class DataLoader(LoaderSettings):
             warning if there should be a GPU. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
             and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
-            torch does. "mps" and "xpu" are experimental and prefetch nothing.
+            torch does.
         batch_transform: Called with each whole batch in the worker that made it, without gradients: one of
             `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
             gets its result. Many small images are transformed much faster together than one by one.
@@ -163,8 +163,6 @@ class DataLoader(LoaderSettings):
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
-    _auto_workers: AutoWorkers | None = None
-
     @suggest_arguments
     def __init__(
         self,
@@ -188,8 +186,7 @@ class DataLoader(LoaderSettings):
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
         max_prefetch_memory: int | float | str = "auto",
-        seed_albumentations: bool = True,
-        seeding: Literal["worker", "sample"] = "worker",
+        seeding: Literal["worker", "sample", "torch"] = "worker",
         worker_type: Literal["process", "thread", "ray"] | RayWorkers = "process",
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
@@ -211,39 +208,22 @@ class DataLoader(LoaderSettings):
                 f"{generator!r}"
             )
         options = Options(**{name: arguments.pop(name) for name in OPTION_NAMES})
+        if num_workers == "auto":
+            arguments["num_workers"] = _auto_workers(worker_type)
         for name in ("self", "__class__"):
             del arguments[name]
         # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere.
         vars(self)["worker_type"] = worker_type
         has_note = _LIGHTNINGS_NOTE in vars(self)
-        super().__init__(**{**arguments, "num_workers": 1 if num_workers == "auto" else num_workers})
+        super().__init__(**arguments)
         if not has_note and _LIGHTNINGS_NOTE in vars(self):
-            vars(self)[_LIGHTNINGS_NOTE] |= {"num_workers": num_workers, **vars(options)}
-        options.check_with(self, is_auto=num_workers == "auto")
+            vars(self)[_LIGHTNINGS_NOTE] |= vars(options)
+        options.check_with(self)
         vars(self).update(vars(options))
-        if num_workers == "auto":
-            has_context = multiprocessing_context is not None
-            is_for_workers = prefetch_factor is not None or timeout or persistent_workers
-            needs_workers = is_for_workers or has_context or worker_init_fn is not None
-            self._auto_workers = AutoWorkers(1 if needs_workers else 0)
-            self._set_num_workers(self._auto_workers.number)
-
-    def _set_num_workers(self, number: int) -> None:
-        """Use this number of workers from the next `iter(loader)` on; other persistent workers end."""
-        if number != self.num_workers and self._iterator is not None:
-            workers: Any = self._iterator
-            workers.close()
-            self._iterator = None
-        super().__setattr__("num_workers", number)
-        if number == 0:
-            self.prefetch_factor = None
-        elif self.prefetch_factor is None:
-            self.prefetch_factor = 2  # torch's default
 
     def check_worker_number_rationality(self) -> None:
-        """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
-        needs_cpus = not pool_type_of(vars(self).get("worker_type", "process")).runs_elsewhere
-        if self._auto_workers is None and needs_cpus:
+        """Warn, as torch does, if this machine has fewer CPUs."""
+        if not pool_type_of(vars(self).get("worker_type", "process")).runs_elsewhere:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -252,7 +232,7 @@ class DataLoader(LoaderSettings):
         if name in OPTION_NAMES and settings.keys() >= set(OPTION_NAMES):  # else a constructor is at work
             old = {option: settings[option] for option in OPTION_NAMES}
             try:
-                Options(**{**old, name: value}).check_with(self, is_auto=self._auto_workers is not None)
+                Options(**{**old, name: value}).check_with(self)
             except (TypeError, ValueError) as error:
                 add_note(
                     error,
@@ -262,12 +242,10 @@ class DataLoader(LoaderSettings):
                 raise
             if (type(value), value) != (type(old[name]), old[name]):
                 self._use_new(name)
-        elif name == "num_workers":
-            if not _is_number_of_workers(value):
-                raise ValueError(
-                    f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
-                )
-            self._auto_workers = None  # the user's number; "auto" sets its own past this line
+        elif name == "num_workers" and not _is_number_of_workers(value):
+            raise ValueError(
+                f'num_workers should be set to an int, but got {value!r}; the constructor takes "auto"'
+            )
         super().__setattr__(name, value)
 
     def _use_new(self, name: str) -> None:
@@ -339,8 +317,6 @@ class DataLoader(LoaderSettings):
             persistent.close()
             self._iterator = None
         state.has_new_settings = False
-        if self._auto_workers is not None:
-            self._set_num_workers(self._chosen_number(self._auto_workers))
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
@@ -351,20 +327,11 @@ class DataLoader(LoaderSettings):
             iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
         return iterator
 
-    def _chosen_number(self, auto_workers: AutoWorkers) -> int:
-        if resume.has_dataset_states(self):
-            return auto_workers.keep(self.num_workers)
-        try:
-            num_batches = len(self)
-        except (TypeError, NotImplementedError):  # a sampler without a length
-            num_batches = None
-        return auto_workers.choose(recorder_of(self).new_pace(self.num_workers), num_batches)
-
     def _get_iterator(self) -> Any:
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
-        source = self._host_iterator(device[0] if isinstance(device, tuple) else None)
+        source = self._host_iterator(None if device is None else device[0])
         if device is None and self.device_transform is None:
             return source
         iterator = DeviceIterator(self, source, device)
@@ -378,7 +345,7 @@ class DataLoader(LoaderSettings):
             searched = self.dataset, vars(self)["collate_fn"]
             if self.seeding == "sample":
                 warn_of_unseeded(*searched)
-            elif self.seed_albumentations and self.num_workers and not _is_of_monai(self.worker_init_fn):
+            elif self.seeding == "worker" and self.num_workers and not _is_of_monai(self.worker_init_fn):
                 tell_of_other_draws(*searched)
         reason = self._why_torch()
         iterator: Any
@@ -441,7 +408,8 @@ class DataLoader(LoaderSettings):
         not count before the next one is received. A copy of the loader has no position. The call
         takes microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read
         the dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
-        subclass whose iterators do not take their batches from this class needs its own method.
+        subclass whose iterators do not take their batches from this class needs its own method. Within an
+        epoch of ``in_order=False``, whose batches have no order, the log says that it cannot be resumed.
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
@@ -521,6 +489,17 @@ class DataLoader(LoaderSettings):
 def _is_of_monai(init: Any) -> bool:
     """Whether a `worker_init_fn` is MONAI's own, which seeds its transforms as with torch's loader."""
     return str(getattr(init, "__module__", "")).startswith("monai.")
+
+
+def _auto_workers(worker_type: str | RayWorkers) -> int:
+    if pool_type_of(worker_type).runs_elsewhere:
+        shown = shown_worker_type(worker_type)
+        raise ValueError(
+            f'num_workers="auto" counts the CPUs of this machine, but {shown} starts workers on others: pass '
+            "a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
+        )
+    is_daemon = current_process().daemon  # such as a worker of another loader, which can start no process
+    return 0 if is_daemon else min(cpus.rank_cpus(), _MAX_AUTO_WORKERS)
 
 
 @functools.cache

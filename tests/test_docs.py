@@ -181,7 +181,7 @@ def _names_of_modules() -> list[str]:
     """Those that are not also names of the package itself."""
     names = [
         f"{module}.{name}"
-        for module in ("cache", "profiling", "testing", "training", "transforms")
+        for module in ("cache", "profiling", "training", "transforms")
         for name in getattr(fastload, module).__all__
         if name not in fastload.__all__
     ]

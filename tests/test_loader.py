@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import itertools
+import multiprocessing
 import os
 import pickle
 import threading
@@ -19,14 +20,16 @@ import torch.utils.data as tud
 from torch.utils.data import dataloader
 
 import fastload
+from fastload import loader as loader_module
 from fastload.images.geometry import image_layout
+from fastload.system.logs import say_once
 from tests.kit import datasets, torchs_own
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 EXTRAS = {
-    *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
+    *("memory_format", "max_prefetch_memory", "seeding", "worker_type", "device"),
     *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts"),
     "cache",
 }
@@ -45,9 +48,7 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), which are arguments, with a new batch sampler."""
     theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(
-        IMAGES, 4, num_workers=1, max_prefetch_memory="12345B", seed_albumentations=False
-    )
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, max_prefetch_memory="12345B", seeding="torch")
     list(loader)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
     assert set(arguments) == theirs | EXTRAS
@@ -55,7 +56,7 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
         del arguments[name]
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
-    assert (again.max_prefetch_memory, again.seed_albumentations) == ("12345B", False)
+    assert (again.max_prefetch_memory, again.seeding) == ("12345B", "torch")
 
 
 def test_making_a_loader_takes_nothing() -> None:
@@ -240,15 +241,33 @@ def test_torchs_attributes_that_workers_need_are_checked(workers: dict[str, Any]
     assert len(list(loader)) == 3
 
 
-def test_a_number_of_workers_ends_auto() -> None:
-    """The user's number is used from the next epoch on, and stays."""
+@pytest.mark.parametrize(("num_cpus", "number"), [(1, 1), (3, 3), (99, 16)])
+def test_auto_is_a_worker_for_each_cpu_of_the_rank(num_cpus: int, number: int, monkeypatch: Any) -> None:
+    """At most 16, from the start; a daemon process, which can start none, has none."""
+    monkeypatch.setattr(loader_module.cpus, "rank_cpus", lambda: num_cpus)
     loader = fastload.DataLoader(IMAGES, 4, num_workers="auto")
-    list(loader)
+    assert (type(loader.num_workers), loader.num_workers) == (int, number)
     with pytest.raises(ValueError, match='the constructor takes "auto"'):
         loader.num_workers = "auto"  # type: ignore[assignment]
-    loader.num_workers = 3
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    assert fastload.DataLoader(IMAGES, 4, num_workers="auto").num_workers == 0
+
+
+@pytest.mark.parametrize(("num_workers", "warns"), [(2, False), (3, True), ("auto", False), (9, False)])
+def test_more_workers_than_cpus_of_the_rank_are_warned_of_once(
+    num_workers: Any, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Unless torch warns, which knows the host's CPUs alone."""
+    for cached in (say_once, loader_module._warn_of_workers):
+        cached.cache_clear()
+    monkeypatch.setattr(loader_module.cpus, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(loader_module.cpus, "rank_cpus", lambda: 2)
+    monkeypatch.setattr(tud.DataLoader, "check_worker_number_rationality", lambda _: None)
     for _ in range(2):
-        assert (len(list(loader)), loader.num_workers) == (3, 3)
+        fastload.DataLoader(IMAGES, 16, num_workers=num_workers)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in texts] == ["a DataLoader has more workers than CPUs"] * warns
+    loader_module._warn_of_workers.cache_clear()
 
 
 # --- channels-last ---------------------------------------------------------------------------------------

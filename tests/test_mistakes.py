@@ -10,12 +10,10 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchLoader
 
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.cache import LMDBCache
-from fastload.testing import check_deterministic, check_same_batches
 from fastload.transforms import RandomResizedCrop
 from tests.cache.zoo import Images
 
@@ -71,10 +69,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "transform is the class RandomResizedCrop: pass an instance",
     ),
     "profile": (lambda _: fastload.profile(DATA), "profile() takes DataLoaders, but got Images"),
-    "replay": (
-        lambda _: fastload.profile(TorchLoader(DATA), DataLoader(DATA), replay="x"),  # type: ignore[arg-type]
-        "replay should be an int, but got 'x'",
-    ),
     "of": (
         lambda _: fastload.remember(of="byte"),  # type: ignore[call-overload]
         """of should be "path" or "bytes", but got 'byte'""",
@@ -122,18 +116,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "sources": (
         lambda _: fastload.check_remembered(len, None),  # type: ignore[arg-type]
         "sources should be an iterable of paths or contents of files, but got None",
-    ),
-    "other": (
-        lambda _: check_same_batches(DataLoader(DATA), None),  # type: ignore[arg-type]
-        "other should be an iterable of batches, but got None",
-    ),
-    "seed of a check": (
-        lambda _: check_same_batches(DataLoader(DATA), DataLoader(DATA), seed="x"),  # type: ignore[arg-type]
-        "seed should be an int, but got 'x'",
-    ),
-    "indices": (
-        lambda _: check_deterministic(DATA, indices=3),  # type: ignore[arg-type]
-        "indices should be an iterable of ints, but got 3",
     ),
     "path of an image": (
         lambda _: fastload.read_image(3.0),  # type: ignore[arg-type]

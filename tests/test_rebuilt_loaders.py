@@ -91,7 +91,7 @@ def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
     loader = DataLoader(IMAGES, 4, **LOST[names])
     batches, texts = warned(prepare(loader))
     assert (len(batches), len(texts)) == (3, 1)
-    assert f"have no effect on its batches: {names}. Iterate over the fastload.DataLoader itself" in texts[0]
+    assert f"have no effect on its batches: {names}. Call fastload.patch_torch() before" in texts[0]
     assert warned(prepare(loader))[1] == []
     assert len(warned(prepare(DataLoader(IMAGES, 4, **OTHERS)))[1]) == 1
 
@@ -121,7 +121,7 @@ def test_lightning_keeps_all_arguments(monkeypatch: Any, classes: Any, num_worke
     args, kwargs = (vars(loader)[f"__pl_saved_{name}"] for name in ("args", "kwargs"))
     again: Any = DataLoader(*args, **kwargs | {"sampler": [1, 2], "shuffle": False})
     assert {name: getattr(again, name) for name in OTHERS} == OTHERS
-    assert (again.memory_format, again._auto_workers is None) == (torch.channels_last, num_workers != "auto")
+    assert (again.memory_format, again.num_workers) == (torch.channels_last, loader.num_workers)
     assert list(again.sampler) == [1, 2]
 
 

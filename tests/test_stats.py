@@ -102,7 +102,7 @@ def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[i
         assert known(loader) == set()
         assert len(list(itertools.islice(loader, 2))) == 2
         first = loader.stats()
-        if way in OURS:
+        if way in OURS and way.get("in_order", True):
             resumed.load_state_dict(loader.state_dict())
             assert len(list(resumed)) == 4
             assert (resumed.stats().num_batches, resumed.stats().num_samples) == (4, 14)

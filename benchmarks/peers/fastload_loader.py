@@ -41,12 +41,11 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
         source.transform = None
         source = fastload.CachedDataset(source, transform=transform, cache="ram")
         source.fill(progress=False)
-    num_workers: Any = "auto" if variant == "auto" else NUM_WORKERS
     return fastload.DataLoader(
         source,
         job.task.batch_size,
         shuffle=True,
-        num_workers=num_workers,
+        num_workers=NUM_WORKERS,
         persistent_workers=True,
         batch_transform=batch_transform,
         worker_type="thread" if variant == "threads" else "process",

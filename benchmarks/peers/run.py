@@ -90,7 +90,6 @@ PEERS = [
         tasks=("small_images",),
     ),
     Peer("fastload, cached", "fastload, cached", "fastload_loader", variant="cached"),
-    Peer("fastload, cached, auto", "fastload, cached", "fastload_loader", variant="auto"),
     Peer("fastload, cached, threads", "fastload, cached", "fastload_loader", variant="threads", tasks=CACHED),
     Peer("FFCV", "FFCV", "ffcv_loader", "ffcv"),
     Peer("DALI, CPU", "DALI", "dali_loader", "dali"),

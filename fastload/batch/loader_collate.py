@@ -117,9 +117,7 @@ def _warn(lost: tuple[str, ...]) -> None:
         return
     warnings.warn(
         "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when they "
-        f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Iterate "
-        "over the fastload.DataLoader itself, without preparing it; or prepare it with "
-        "fastload.integrations.accelerate.prepare() or fastload.integrations.ray.prepare(); or call "
-        "fastload.patch_torch() before the loader is prepared.",
+        f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Call "
+        "fastload.patch_torch() before the loader is prepared, or iterate over fastload's loader itself.",
         stacklevel=3,
     )

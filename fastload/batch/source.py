@@ -1,5 +1,7 @@
 """What a dataset can offer beside ``dataset[index]``: whole batches (`BatchSource`), and reading ahead.
 
+torch's TensorDataset and a CachedDataset offer whole batches.
+
 A dataset that wants to know which samples will be read next, to begin to read their files, has a method
 ``read_ahead(indices)``, as ImageFolder and CachedDataset have; if it also has an attribute ``_reads_ahead``
 that is False, the method is not called. The method must be one of the dataset's class: an attribute that a
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 # Several threads stack rows of at least this size faster than one thread gathers them (benchmarks/NOTES.md).
 THREADS_PAY_BYTES = 128 * 1024
-# Numbers of a range: products and sums of larger ones would not fit into 64 bits.
-_MAX_IN_RANGE = 1 << 61
 _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
 
 
@@ -37,12 +37,11 @@ _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurre
 
 
 class BatchSource(Protocol):
-    """What a map-style dataset can offer to fastload's loader beside ``dataset[index]``.
+    """What a map-style dataset can offer to the loader beside ``dataset[index]``.
 
-    The loader asks it if the class of the dataset has a method ``__batch_source__(self)`` that returns a
-    `BatchSource`, usually ``self``, or None. A subclass that overrides ``__getitem__`` or ``__getitems__``
-    is read through these, unless it defines ``__batch_source__`` again. The loader uses it with torch's own
-    `default_collate` alone, also for a dataset inside torch's `Subset`.
+    The loader asks a dataset whose class has a method ``_batch_source(self)``, which returns one or None. A
+    subclass that overrides ``__getitem__`` or ``__getitems__`` is read through these. The loader uses it with
+    torch's own `default_collate` alone, also for a dataset inside torch's `Subset`.
     """
 
     def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
@@ -81,26 +80,6 @@ class BatchSource(Protocol):
         the loader asks for the next sample. Until then it can read memory of the dataset. None: the loader
         calls ``dataset[index]``. The loader asks again for each batch.
         """
-
-
-class _RangeSource:
-    """A range: the dataset of a loader whose samples lie on the device.
-
-    There the 15 us that each sample takes to read and collate would be nearly all of the time.
-    """
-
-    lend = defer = None
-
-    def __init__(self, numbers: range) -> None:
-        self._numbers = numbers
-
-    def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
-        """The batch that default_collate makes of ints; None if not all indices are ints from 0."""
-        numbers = self._numbers
-        if max(abs(numbers.start), abs(numbers.stop), abs(numbers.step)) > _MAX_IN_RANGE:
-            return None
-        positions = positions_of(indices, len(numbers))
-        return None if positions is None else torch.from_numpy(positions * numbers.step + numbers.start)
 
 
 class _TensorSource:
@@ -158,13 +137,11 @@ def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequ
 def batch_source_of(dataset: Any) -> BatchSource | None:
     """The source of a dataset, also inside torch's Subset; None if it must be read by ``dataset[index]``."""
     dataset, _ = inside_subsets(dataset)
-    if type(dataset) is range:
-        return _RangeSource(dataset)
     if type(dataset) is TensorDataset and has_own_methods(dataset, TensorDataset):
         return _TensorSource(dataset)
     for cls in type(dataset).__mro__:
-        if "__batch_source__" in vars(cls) and has_own_methods(dataset, cls):
-            source: BatchSource | None = dataset.__batch_source__()
+        if "_batch_source" in vars(cls) and has_own_methods(dataset, cls):
+            source: BatchSource | None = dataset._batch_source()
             return source
         if "__getitem__" in vars(cls) or "__getitems__" in vars(cls):
             return None

@@ -34,15 +34,11 @@ class Examined(NamedTuple):
     """Findings from some samples of a dataset.
 
     Attributes:
-        sample_s: Seconds to read one sample, in one process.
-        transform_s: Seconds to transform it.
         sample_nbytes: Bytes of a decoded sample; 0 if unknown.
         why_no_batch: Why `default_collate` makes no batch of them; "" if it does.
         why_no_cache: Why they cannot be cached; "" if they can.
     """
 
-    sample_s: float
-    transform_s: float
     sample_nbytes: int
     why_no_batch: str
     why_no_cache: str
@@ -63,22 +59,16 @@ class Epochs(NamedTuple):
 def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
     """Look at some samples, evenly spaced. An error of the dataset or the transform is raised."""
     indices = spread_indices(len(dataset), _MAX_EXAMINED)
-    samples, times_s = [], []
-    dataset[indices[0]]  # the first access can open files
+    samples = []
     started_s = time.perf_counter()
     for index in indices:
-        before_s = time.perf_counter()
         samples.append(dataset[index])
-        times_s.append(time.perf_counter() - before_s)
         if time.perf_counter() - started_s > _EXAMINE_S and len(samples) > 1:
             break
     nbytes, why_no_cache = _cacheable(dataset, indices, samples)
-    before_s = time.perf_counter()
     transformed = with_transform(samples, transform)
     outputs = [transformed[position] for position in range(len(samples))]
-    transform_s = (time.perf_counter() - before_s) / len(samples)
-    sample_s = sum(times_s) / len(times_s)
-    return Examined(sample_s, transform_s, nbytes, _why_no_batch(outputs), why_no_cache)
+    return Examined(nbytes, _why_no_batch(outputs), why_no_cache)
 
 
 def with_transform(dataset: Any, transform: Callable[..., Any] | None) -> Any:

@@ -29,15 +29,12 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from fastload.bench.configurations import Configuration
     from fastload.bench.measure import Examined
 
 _BATCH_SIZES = (64,)
 _ROUNDS = 3
 _MAX_WORKERS = 32  # by default
-_START_S = 0.3  # of a process, and of forked workers
-_MIN_BATCHES = 4  # of an epoch, or as many as the workers prefetch
-_READS = {"none": 2.0, "ram": 1.0, "lmdb": 0.1}  # how many times a run decodes each sample, or as long
+_SAMPLES = 2048  # of an epoch, by default
 # The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
 _MAX_DIRECTORY_BYTES = 70
 _DISK_SHARE = 0.9  # of the free space, for an LMDB cache
@@ -56,7 +53,6 @@ class Settings:
         caches: Of `configurations.CACHES`.
         size: To which images are scaled.
         samples: Samples of an epoch.
-        minutes: Approximate duration of the benchmark.
         rounds: How often each configuration runs.
         scratch: A directory for LMDB caches.
     """
@@ -68,7 +64,6 @@ class Settings:
     caches: tuple[str, ...] | None = None
     size: int | tuple[int, int] | None = None
     samples: int | None = None
-    minutes: float = 3.0
     rounds: int | None = None
     scratch: str | None = None
 
@@ -104,20 +99,8 @@ class Benchmark:
             settings.caches or CACHES,
         )
         rounds, length = settings.rounds or _ROUNDS, len(dataset)
-        costs = costs_s(configurations, rounds, self._examined, worthwhile_cpus())
-        count = settings.samples
-        if count is None:
-            fitting = int((60 * settings.minutes - costs[0]) / max(costs[1], 1e-9))
-            min_samples = max(
-                each.batch_size * max(_MIN_BATCHES, 2 * each.num_workers) for each in configurations
-            )
-            count = max(fitting, min_samples)
-        count = min(count, length)
-        minutes = (costs[0] + costs[1] * count) / 60
-        log.info(
-            "%d configurations, %d rounds, %d of %d samples: about %.1f minutes",
-            *(len(configurations), rounds, count, length, minutes),
-        )
+        count = min(settings.samples or _SAMPLES, length)
+        log.info("%d configurations, %d rounds, %d of %d samples", len(configurations), rounds, count, length)
         self.result = Result(
             source=settings.source,
             transform=settings.transform,
@@ -217,18 +200,6 @@ class Benchmark:
 def default_workers(num_cpus: int) -> tuple[int, ...]:
     """No workers, one for each second CPU, and one for each CPU."""
     return tuple(sorted({0, min(_MAX_WORKERS, math.ceil(num_cpus / 2)), min(_MAX_WORKERS, num_cpus)}))
-
-
-def costs_s(
-    configurations: Sequence[Configuration], rounds: int, examined: Examined, num_cpus: int
-) -> tuple[float, float]:
-    """Estimated duration of a benchmark: fixed seconds, and seconds per sample."""
-    each_s = examined.sample_s / num_cpus  # of the pass that warms the page cache
-    for configuration in configurations:
-        at_once = min(max(1, configuration.num_workers), num_cpus)
-        run_s = _READS[configuration.cache] * examined.sample_s + 2 * examined.transform_s
-        each_s += rounds * run_s / at_once
-    return rounds * len(configurations) * (_START_S + measure.LATER_S), each_s
 
 
 def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:

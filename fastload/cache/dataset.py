@@ -494,8 +494,7 @@ class CachedDataset(Dataset[Any]):
         """Whether the wrapped dataset wants to know which samples are read next."""
         return reads_ahead(self._source)
 
-    def __batch_source__(self) -> BatchSource | None:
-        """The loader reads whole batches, and lent or deferred samples; see `BatchSource`."""
+    def _batch_source(self) -> BatchSource | None:
         return self if self._files is None else None
 
     @property

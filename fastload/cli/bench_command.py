@@ -18,7 +18,6 @@ from fastload.cli.arguments import (
     Size,
     Source,
     names,
-    number,
     numbers,
     whole_number,
     write_output,
@@ -60,15 +59,9 @@ def bench(
         typer.Option(
             parser=whole_number("--samples", 1),
             metavar="N",
-            help="Samples of an epoch, evenly spaced; default: as many as --minutes allows.",
+            help="Samples of an epoch, evenly spaced; default: 2048.",
         ),
     ] = None,
-    minutes: Annotated[
-        Any,  # float
-        typer.Option(
-            parser=number("--minutes"), metavar="N", help="Approximate duration of the whole benchmark."
-        ),
-    ] = "3",
     rounds: Annotated[
         Any,  # int | None
         typer.Option(
@@ -97,7 +90,7 @@ def bench(
     from fastload.bench.run import Settings
 
     result = _measured(
-        Settings(source, transform, num_workers, batch_size, cache, size, samples, minutes, rounds, scratch)
+        Settings(source, transform, num_workers, batch_size, cache, size, samples, rounds, scratch)
     )
     plain, lines = result.as_dict(), report_lines(result, setup_code(source, size, transform))
     code, complaint = ExitCode.FINE, ""

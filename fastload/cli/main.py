@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, one_of, whole_number
+from fastload.cli.arguments import Output, one_of
 from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -53,7 +53,7 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto|mps|xpu")
+_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto")
 
 
 def _checked_cache(cache: str) -> str:
@@ -72,7 +72,7 @@ def _checked_cache(cache: str) -> str:
 
 def _checked_device(device: str) -> str:
     if not _DEVICE.fullmatch(device):
-        raise CommandError(f"--device should be cuda, cuda:N, cpu, auto, mps or xpu, but got {device!r}")
+        raise CommandError(f"--device should be cuda, cuda:N, cpu or auto, but got {device!r}")
     return device
 
 
@@ -106,10 +106,11 @@ def run(
     seeding: Annotated[
         str | None,
         typer.Option(
-            parser=one_of("--seeding", "worker", "sample"),
-            metavar="worker|sample",
-            help="How random numbers are seeded: 'worker' as in torch (the default), or 'sample', the same "
-            "for any number of workers.",
+            parser=one_of("--seeding", "worker", "sample", "torch"),
+            metavar="worker|sample|torch",
+            help="How random numbers are seeded: 'worker' as in torch, and albumentations and MONAI in each "
+            "worker (the default); 'sample', the same for any number of workers; or 'torch', exactly as in "
+            "torch, whose workers repeat each other's draws of albumentations and MONAI.",
         ),
     ] = None,
     device: Annotated[
@@ -128,24 +129,16 @@ def run(
             help="Type of the workers; default: process, as in torch.",
         ),
     ] = None,
-    seed_albumentations: Annotated[
-        bool | None,
-        typer.Option(
-            "--seed-albumentations/--no-seed-albumentations",
-            help="Whether transforms of albumentations and MONAI use other random numbers in each worker "
-            "(the default), or the same, as under torch's loader.",
-        ),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
 ) -> Any:
     """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
-    --seed-albumentations apply to every loader of the script. At exit, lines on standard error say how many
-    loaders were replaced, what caches found and why the rest was decoded, and whether albumentations
-    pipelines were seeded, which changes the random numbers that they use. Of several ranks, the first one of
-    each machine writes them, and counts its own loaders alone.
+    everything after SCRIPT belongs to the script. --seeding, --device and --worker-type apply to every loader
+    of the script. At exit, lines on standard error say how many loaders were replaced, what caches found and
+    why the rest was decoded, and whether albumentations pipelines were seeded, which changes the random
+    numbers that they use. Of several ranks, the first one of each machine writes them, and counts its own
+    loaders alone.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import
@@ -155,7 +148,6 @@ def run(
         "seeding": seeding,
         "device": device,
         "worker_type": worker_type,
-        "seed_albumentations": seed_albumentations,
     }
     if cache is not None:  # for fastload's own loaders, too
         os.environ[CACHE_VARIABLE] = cache
@@ -176,15 +168,6 @@ def profile(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
-    replay: Annotated[
-        Any,  # int
-        typer.Option(
-            parser=whole_number("--replay", 0),
-            metavar="STEPS",
-            help="Alternate new batches with this many earlier ones, held in memory, to measure the "
-            "script's speed if loading were free. It then trains on these batches again.",
-        ),
-    ] = "0",
     output: Output = None,
 ) -> Any:
     """Run SCRIPT as python does, and report how long its training loops wait for data.
@@ -202,7 +185,6 @@ def profile(
         script,
         list(args or ()),
         as_module=is_module,
-        replay=replay,
         output=output,
         options=_long_options(context),
     )

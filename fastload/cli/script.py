@@ -166,7 +166,6 @@ def profile_script(
     args: list[str],
     *,
     as_module: bool,
-    replay: int,
     output: str | None,
     options: Iterable[str] = (),
 ) -> None:
@@ -179,7 +178,6 @@ def profile_script(
         target: As for `run_script`.
         args: As for `run_script`.
         as_module: As for `run_script`.
-        replay: See `fastload.profile`.
         output: Where to write the report as JSON; None: nowhere.
         options: As for `run_script`.
 
@@ -191,7 +189,7 @@ def profile_script(
     from fastload.system.remote_error import hide_frames
 
     pid = os.getpid()
-    profile = Profile((), replay).start()
+    profile = Profile(()).start()
     has_begun = True
     try:
         run_script(target, args, as_module=as_module, options=options)

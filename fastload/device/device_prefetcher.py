@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from fastload.device.devices import SynchronousDevice, choose_backend
+from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher
 from fastload.system.checks import check_iterable
 
@@ -36,7 +36,6 @@ class DevicePrefetcher(Generic[T]):
         loader: Any iterable of batches.
         device: "cuda" (the current device at the first iteration), "cuda:1" or the int 1, "cpu", or "auto":
             CUDA if available, else the CPU, with one log line. On the CPU batches pass through unchanged.
-            "mps" and "xpu" are experimental: batches move when the caller asks for them.
         depth: How many batches to prefetch beyond the delivered one. Each takes device memory.
 
     Attributes:
@@ -59,7 +58,7 @@ class DevicePrefetcher(Generic[T]):
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
         self.depth = depth
-        self._backend: Backend | SynchronousDevice | None = choose_backend(device, "DevicePrefetcher")
+        self._backend: Backend | None = choose_backend(device, "DevicePrefetcher")
         self._stream: Any = None
 
     @property
@@ -73,8 +72,6 @@ class DevicePrefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._backend is None:
             return iter(self.loader)
-        if isinstance(self._backend, SynchronousDevice):
-            return map(self._backend.move, self.loader)
         if self._stream is None:
             self._stream = self._backend.make_stream()
         return StreamPrefetcher(iter(self.loader), self._backend, self._stream, self.depth)

@@ -1,8 +1,7 @@
 """The devices that batches go to, and the choice of one.
 
-`Backend` is the interface for prefetching, with its implementation for torch.cuda. Devices without
-prefetching (mps and xpu) are experimental. Runs in the consumer's process and threads. Tests replace the CUDA
-device with a fake one.
+`Backend` is a CUDA device as the prefetcher sees it; tests replace it with a fake one. Runs in the consumer's
+process and threads.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import functools
 import logging
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastload.errors import DeviceUnavailableError
-from fastload.nested.tree import map_device_leaves, move_leaf
+from fastload.nested.tree import move_leaf
 from fastload.system.logs import say_once
 from fastload.system.worker_memory import freeze_inherited
 
@@ -32,68 +31,15 @@ _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 # Of drivers of NVIDIA and AMD: they exist only on a machine with a GPU.
 _DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")
 
-SYNCHRONOUS_TYPES = ("mps", "xpu")
-
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
-
-
-class Backend(Protocol):
-    """The interface of a device for the prefetcher. Streams and events are the backend's own objects."""
-
-    device: torch.device
-
-    def expect_no_capture(self) -> None:
-        """Raise a RuntimeError if the caller's current stream is capturing a CUDA graph."""
-
-    def make_stream(self) -> Any:
-        """An exclusive stream on this device; called once per prefetcher."""
-
-    def current_stream(self) -> Any:
-        """The stream on which the caller's next work for this device will run."""
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself if a copy can read it directly, else a finished, pinned copy of it."""
-
-    def allocate(self, likes: list[torch.Tensor], stream: Any) -> list[torch.Tensor]:
-        """New device tensors with the shapes, strides and dtypes of ``likes``, allocated under ``stream``."""
-
-    def copy(self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: Any) -> None:
-        """Start the copies on ``stream``, in order; the host does not wait."""
-
-    def move(self, value: Any) -> Any:
-        """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
-
-    def record_event(self, stream: Any) -> Any:
-        """An event that is done when all work given to ``stream`` so far is done."""
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """Make later work of ``stream`` wait for ``event``; the host does not wait."""
-
-    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """Note that ``stream`` uses ``tensor``, whose memory is then not reused before its work is done."""
-
-    def is_done(self, event: Any) -> bool:
-        """Whether the device has reached ``event``; the host does not wait."""
-
-    def synchronize(self, event: Any) -> None:
-        """Let the host wait until the device has reached ``event``."""
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """A block in which this thread's work for the device goes to ``stream``; the host does not wait."""
-
-    def register(self, address: int, nbytes: int) -> str:
-        """Page-lock mapped memory, so copies read it in place; return "", or why that failed."""
-
-    def unregister(self, address: int) -> str:
-        """Undo `register`, when no copy from that memory is in flight; return "", or why that failed."""
 
 
 def check_device(device: str | int | torch.device) -> torch.device | None:
     """``device`` as a torch.device; None for "auto". Does not call a driver.
 
     Args:
-        device: "cuda" (the current CUDA device), "cuda:N" or the int N from 0 (that device), "cpu", "auto",
-            "mps" or "xpu"; or a torch.device of these types.
+        device: "cuda" (the current CUDA device), "cuda:N" or the int N from 0 (that device), "cpu" or "auto";
+            or a torch.device of these types.
 
     Raises:
         ValueError: The device is of a different kind.
@@ -101,8 +47,8 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
     if isinstance(device, str) and device == "auto":
         return None
     message = (
-        "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', "
-        f"but got {device!r}"
+        f"device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu' or 'auto', but got {device!r}; for "
+        "another kind of device, leave out device=, and move each batch yourself"
     )
     # torch accepts bytes as text; its releases treat bools and negative numbers differently.
     is_of_a_kind = isinstance(device, (int, str, torch.device)) and not isinstance(device, bool)
@@ -112,12 +58,12 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
         requested = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(message) from error
-    if requested.type not in ("cpu", "cuda", *SYNCHRONOUS_TYPES):
+    if requested.type not in ("cpu", "cuda"):
         raise ValueError(message)
     return requested
 
 
-def choose_backend(device: str | int | torch.device, asker: str) -> Backend | SynchronousDevice | None:
+def choose_backend(device: str | int | torch.device, asker: str) -> Backend | None:
     """The backend that copies to ``device``; None for the CPU. Messages name ``asker`` as their subject.
 
     Raises:
@@ -128,23 +74,19 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
     if requested is None:
         reason = why_unavailable(None)
         if reason is None:
-            return _CUDABackend(None)
+            return Backend(None)
         level = logging.WARNING if _expects_gpu() else logging.INFO
         say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
         return None
     if requested.type == "cpu":
         return None
-    is_synchronous = requested.type in SYNCHRONOUS_TYPES
-    reason = why_no_synchronous_device(requested) if is_synchronous else why_unavailable(requested.index)
+    reason = why_unavailable(requested.index)
     if reason is not None:
         raise DeviceUnavailableError(
             f"{asker} cannot use device={str(requested)!r}: {reason}. "
             "device='auto' uses the CPU where there is no CUDA"
         )
-    if is_synchronous:
-        say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
-        return SynchronousDevice(requested)
-    return _CUDABackend(requested.index)
+    return Backend(requested.index)
 
 
 def _expects_gpu() -> bool:
@@ -183,17 +125,6 @@ def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def free_bytes(device: torch.device) -> int:
-    """The free memory of a CUDA device, as its driver counts it."""
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
-def finish_all_work() -> None:
-    """Let the host wait until the current CUDA device is idle, if this process uses CUDA."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 @functools.cache
 def _freeze_in_children() -> None:
     """Let no collection of garbage in a forked child destroy tensors of this process's device.
@@ -205,8 +136,8 @@ def _freeze_in_children() -> None:
         os.register_at_fork(after_in_child=freeze_inherited)
 
 
-class _CUDABackend:
-    """torch.cuda, on one device. Makes no CUDA context before `make_stream`.
+class Backend:
+    """A CUDA device, for the prefetcher. Makes no CUDA context before `make_stream`.
 
     The device is made current around each call that allocates or selects a stream; then the caller's device
     is restored. This also prevents torch from making a CUDA context on the caller's current device when it
@@ -217,6 +148,7 @@ class _CUDABackend:
         self.device = torch.device("cuda") if index is None else torch.device("cuda", index)
 
     def expect_no_capture(self) -> None:
+        """Raise a RuntimeError if the caller's current stream is capturing a CUDA graph."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "next() of a loader that copies to a CUDA device was called while a CUDA graph was captured: "
@@ -225,6 +157,7 @@ class _CUDABackend:
             )
 
     def make_stream(self) -> torch.cuda.Stream:
+        """An exclusive stream on this device; called once per prefetcher."""
         _freeze_in_children()
         torch.cuda.init()
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -239,9 +172,11 @@ class _CUDABackend:
         return stream
 
     def current_stream(self) -> torch.cuda.Stream:
+        """The stream on which the caller's next work for this device will run."""
         return torch.cuda.current_stream(self.device)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself if a copy can read it directly, else a finished, pinned copy of it."""
         with torch.cuda.device(self.device):
             if _is_dense(tensor) and tensor.is_pinned():
                 return tensor
@@ -249,45 +184,56 @@ class _CUDABackend:
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
     def allocate(self, likes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        """New device tensors with the shapes, strides and dtypes of ``likes``, allocated under ``stream``."""
         with self.on(stream):
             return [torch.empty_like(like, device=self.device) for like in likes]
 
     def copy(
         self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
+        """Start the copies on ``stream``, in order; the host does not wait."""
         with self.on(stream):
             for source, target in zip(pinned, targets, strict=True):
                 target.copy_(source, non_blocking=True)
 
     def move(self, value: Any) -> Any:
+        """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
         return move_leaf(value, self.device)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """An event that is done when all work given to ``stream`` so far is done."""
         event = torch.cuda.Event(blocking=True)  # else a host that waits for the event would spin
         event.record(stream)
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Make later work of ``stream`` wait for ``event``; the host does not wait."""
         stream.wait_event(event)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Note that ``stream`` uses ``tensor``, whose memory is then not reused before its work is done."""
         tensor.record_stream(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
+        """Whether the device has reached ``event``; the host does not wait."""
         return bool(event.query())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
+        """Let the host wait until the device has reached ``event``."""
         event.synchronize()
 
     @contextlib.contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """A block in which this thread's work for the device goes to ``stream``; the host does not wait."""
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
     def register(self, address: int, nbytes: int) -> str:
+        """Page-lock mapped memory, so copies read it in place; return "", or why that failed."""
         return self._call("cudaHostRegister", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> str:
+        """Undo `register`, when no copy from that memory is in flight; return "", or why that failed."""
         return self._call("cudaHostUnregister", address)
 
     def _call(self, name: str, *args: int) -> str:
@@ -318,27 +264,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-class SynchronousDevice:
-    """Moves whole batches to one device, whose type is in `SYNCHRONOUS_TYPES`; never tested on a real one.
-
-    A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. So the
-    device reads no slot after that call, and streams need no ordering.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def move(self, batch: Any) -> Any:
-        """The batch on the device; objects that are not tensors and have no `to` stay the same."""
-        return map_device_leaves(batch, lambda leaf: leaf.to(self.device))
-
-
-def why_no_synchronous_device(device: torch.device) -> str | None:
-    """Why torch has no such device here; None if it has one."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type != device.type:
-        name = "no accelerator" if accelerator is None else accelerator.type
-        return f"torch {torch.__version__} finds {name} here"
-    return None

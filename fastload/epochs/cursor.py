@@ -8,7 +8,6 @@ import marshal
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from fastload.rng.keys import BatchKey
 from fastload.system.torch_private import index_sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SAME = "the same dataset, sampler and batch_size as before"
 _ALL_CHECKED, _SOME_CHECKED = 32, 8  # see `EpochCursor.checks_some`
-_NOT_DRAWN: Any = object()  # instead of the index of a received batch that a loaded state names
 
 
 @dataclass(eq=False)
@@ -75,8 +73,6 @@ class EpochCursor:
         checksum: How many lists of indices the checksum covers, and the checksum.
         checks_some: Whether it covers some indices of each long list. This is enough where samplers of torch
             draw all of them from one seed, and takes an eighth of the time.
-        received_ahead: With `in_order=False`: the batches that the caller has received before an earlier one,
-            by number, with their indices. None: batches come in order.
         is_finished: Whether the caller has seen the end of the epoch.
         why_unresumable: Why the epoch cannot be resumed in the middle; None if it can.
         dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
@@ -108,7 +104,6 @@ class EpochCursor:
     num_received: int = 0
     checksum: tuple[int, int] = (0, 0)
     checks_some: bool = False
-    received_ahead: dict[int, Any] | None = None
     is_finished: bool = False
     why_unresumable: str | None = None
     dataset_states: list[DatasetState] | None = None
@@ -118,7 +113,7 @@ class EpochCursor:
 
     is_iterable: bool = field(init=False, default=False)
     error: RemoteError | None = field(init=False, default=None)
-    ahead: deque[tuple[Any, int, DatasetState | None, int]] = field(init=False, default_factory=deque)
+    ahead: deque[tuple[Any, int, DatasetState | None]] = field(init=False, default_factory=deque)
     has_ended: bool = field(init=False, default=False)
     fetched_number: int = field(init=False, default=0)
     fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
@@ -133,7 +128,6 @@ class EpochCursor:
     # With seeding="sample": what was counted and not yet fetched, by the number of the batch.
     _counted: dict[int, tuple[Any, BatchKey]] = field(init=False, default_factory=dict)
     _next_number: int = field(init=False, default=0)
-    _left_out: frozenset[int] = field(init=False, default=frozenset())  # received before a resumed epoch
 
     @property
     def is_within_epoch(self) -> bool:
@@ -153,7 +147,7 @@ class EpochCursor:
     def follow(self, loaded: EpochCursor) -> None:
         """Begin as persistent workers would after a loaded, finished epoch: torch draws no base seed."""
         self.iterator_kind = "again"
-        self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0), received_ahead=None)
+        self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one just drawn, or that of the resumed epoch."""
@@ -188,7 +182,7 @@ class EpochCursor:
                 # torch's default generator is set back to the user's state.
                 indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
-        return _Remaining(indices, self) if self.received_ahead else indices
+        return indices
 
     def _draw_base_seed(self, loader: DataLoader[Any]) -> None:
         """Draw the base seed as torch did when the epoch began; persistent workers kept the one before.
@@ -209,24 +203,20 @@ class EpochCursor:
             )
 
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], loaded: EpochCursor) -> None:
-        num_batches = self._next_number = loaded.num_received - len(loaded.received_ahead or ())
+        num_batches = self._next_number = loaded.num_received
         num_checked, expected = loaded.checksum
         if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = num_batches, (num_batches, expected)
             return
         for number in range(num_batches):
             try:
-                self.advance(self.keyed(next(indices), number)[0], number=number)
+                self.advance(self.keyed(next(indices), number)[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
                     f"{self.num_received}: give the loader {_SAME}"
                 ) from None
         self._counted.clear()  # the skipped batches are not fetched
-        if loaded.received_ahead is not None:
-            self.received_ahead = dict(loaded.received_ahead)
-            self._left_out = frozenset(self.received_ahead)
-            self.num_received = loaded.num_received
         # Another rank's indices differ, so their checksum says nothing; the sharding facts were compared.
         if self._is_of_other_rank:
             self._expect_own_share(loader, loaded)
@@ -263,19 +253,8 @@ class EpochCursor:
 
     def next_number(self) -> int:
         """The number of the batch whose index was drawn now; call it once for each, in order."""
-        number = self._next_number
-        while number in self._left_out:
-            number += 1
-        self._next_number = number + 1
-        return number
-
-    def leaves_out(self, index: Any, number: int) -> bool:
-        """Whether a resumed epoch leaves out this batch, because the caller received it before."""
-        if number not in self._left_out:
-            return False
-        self.note_ahead(number, self.keyed(index, number)[0])
-        self._counted.pop(number, None)
-        return True
+        self._next_number += 1
+        return self._next_number - 1
 
     def batch_key(self, number: int) -> BatchKey:
         """The key of the batch of this number, whose draws do not depend on its samples."""
@@ -304,7 +283,7 @@ class EpochCursor:
         self.fetched_number = self.num_fetched if number is None else number
         counted = self._counted.pop(self.fetched_number, None) if self._counted else None
         self.fetched_key = None if number is None else counted
-        self.ahead.append((index, worker, dataset_state, self.fetched_number))
+        self.ahead.append((index, worker, dataset_state))
 
     def receive_until(self, number: int) -> None:
         """Record that the caller receives fetched batches, until it has received this number.
@@ -321,67 +300,23 @@ class EpochCursor:
             self.receive_until(self.num_fetched)
             self.is_finished = True
 
-    def advance(
-        self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None, number: int = 0
-    ) -> None:
+    def advance(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Count a batch that the caller receives.
 
         Args:
             index: Its index, or list of indices, from the sampler.
             worker: The worker that made it.
             dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
-            number: Its number; not read where batches come in order.
         """
         num_received, states = self.num_received + 1, self.dataset_states
         num_copies = len(states or ())
-        if self.received_ahead is None or self.is_iterable:
-            checksum = num_received, _checksum_with(index, self.checksum[1], some=self.checks_some)
-        else:
-            self.note_ahead(number, index)
-            checksum = self.checksum
+        checksum = num_received, _checksum_with(index, self.checksum[1], some=self.checks_some)
         # From here on without a call: signals interrupt calls, and all of this is true or none of it.
         if states is not None and dataset_state is not None:
             if not (self.is_iterable and dataset_state == LOST):  # a stream reads a lost batch again
                 states[worker] = dataset_state
             self.next_worker = (worker + 1) % num_copies
         self.num_received, self.checksum = num_received, checksum
-
-    def note_ahead(self, number: int, index: Any) -> None:
-        """Note the index of a received batch; the checksum covers those before the first that is missing."""
-        ahead = self.received_ahead
-        if ahead is None:
-            return
-        ahead[number] = index
-        num_checked, checksum = self.checksum
-        while ahead.get(num_checked, _NOT_DRAWN) is not _NOT_DRAWN:
-            checksum = _checksum_with(ahead.pop(num_checked), checksum, some=self.checks_some)
-            num_checked += 1
-        self.checksum = num_checked, checksum
-
-
-def received_ahead(numbers: list[int] | None) -> dict[int, Any] | None:
-    """The `EpochCursor.received_ahead` of a loaded cursor."""
-    return None if numbers is None else dict.fromkeys(numbers, _NOT_DRAWN)
-
-
-class _Remaining(Iterator[Any]):  # no generator: that would end with an error of the sampler
-    """The indices of a resumed epoch, without those of the batches in `received_ahead`.
-
-    Args:
-        indices: Those after the skipped ones.
-        cursor: Of the epoch.
-    """
-
-    def __init__(self, indices: Iterator[Any], cursor: EpochCursor) -> None:
-        self._indices = indices
-        self._numbers = itertools.count(cursor.checksum[0])
-        self._leaves_out = cursor.leaves_out
-
-    def __next__(self) -> Any:
-        index = next(self._indices)
-        while self._leaves_out(index, next(self._numbers)):
-            index = next(self._indices)
-        return index
 
 
 def _checksum_with(index: Any, checksum: int, *, some: bool) -> int:

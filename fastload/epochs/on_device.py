@@ -1,8 +1,8 @@
 """The iterator of a DataLoader with `device=`: it returns batches on the device, already transformed.
 
 Runs in the consumer's process, and wraps the iterator over batches on the host. On a GPU, batches are copied
-and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On other devices they are moved and
-transformed when the caller asks for them. The random numbers of a transform depend on the batch
+and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On the CPU they
+are transformed when the caller asks for them. The random numbers of a transform depend on the batch
 (rng/batch_draws.py), whenever it runs.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.devices import SynchronousDevice, choose_backend
+from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 DEPTH = 2
 
 
-def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | SynchronousDevice | None:
-    """The backend and copy stream of this loader, or a device without copies ahead; None for the CPU.
+def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | None:
+    """The backend and copy stream of this loader; None for the CPU.
 
     Raises:
         DeviceUnavailableError: CUDA was requested by name and is not available.
@@ -42,8 +42,8 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | SynchronousDe
     copy_streams, name = state_of(loader).copy_streams, str(loader.device)
     if name not in copy_streams:
         backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
-        if backend is None or isinstance(backend, SynchronousDevice):
-            return backend
+        if backend is None:
+            return None
         # One stream for the life of the loader: torch's allocator reuses memory within a stream only.
         copy_streams[name] = (backend, backend.make_stream())
     return copy_streams[name]
@@ -61,9 +61,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         source: As given.
     """
 
-    def __init__(
-        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | SynchronousDevice | None
-    ) -> None:
+    def __init__(self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | None) -> None:
         self.owner = weakref.ref(loader)
         self.source = source
         self.num_measured_workers = source.num_measured_workers
@@ -79,7 +77,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
             self._transform = EpochTransform(loader, cursor, "device_transform")
-        if isinstance(self._device, tuple):
+        if self._device is not None:
             self._ahead = ahead = _FetchedAhead(self.source, cursor)
             next_transform = None if self._transform is None else self._transform.of_fetched
             self._prefetcher = StreamPrefetcher(
@@ -103,11 +101,8 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         if self._prefetcher is not None:
             return next(self._prefetcher), self._ahead.size
         batch, size = self.source.next_sized()
-        device = torch.device("cpu")
-        if isinstance(self._device, SynchronousDevice):
-            device, batch = self._device.device, self._device.move(batch)
         if self._transform is not None:
-            batch = apply_transform(self._transform.of_fetched(), batch, device)
+            batch = apply_transform(self._transform.of_fetched(), batch, torch.device("cpu"))
         return batch, size
 
     @property

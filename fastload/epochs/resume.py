@@ -30,7 +30,7 @@ from fastload.epochs.sampler_state import (
 from fastload.errors import ResumeError
 from fastload.rng.keys import occurrence_counter
 from fastload.system.checks import as_int
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
 from fastload.workers.settings import pool_type_of
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
+
+_OUT_OF_ORDER = (
+    "with in_order=False, batches do not come in the order of the sampler: save a state between epochs, or "
+    "use in_order=True"
+)
 
 
 def current_cursor(loader: Any) -> EpochCursor:
@@ -103,8 +108,6 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None 
     cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=reason)
     cursor.is_iterable = is_iterable(loader)
     cursor.checks_some = is_drawn_from_seed(loader)
-    if iterator_kind != "local" and reason is None and not loader.in_order:
-        cursor.received_ahead = {}
     try:
         cursor.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -115,6 +118,8 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None 
         _resume_at(loader, cursor, loaded)
     elif loaded is not None and reason is None and _has_persistent_workers(loader, loaded, iterator_kind):
         cursor.follow(loaded)
+    if iterator_kind != "local" and not loader.in_order:
+        cursor.why_unresumable = reason or _OUT_OF_ORDER
     cursor.sample_seed = sample_seed_of(loader)
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
@@ -272,12 +277,6 @@ def _check(loader: DataLoader[Any], loaded: EpochCursor) -> bool:
     skips = loaded.is_within_epoch and loaded.num_received > 0
     reads_again = any(copy.num_to_read_again for copy in loaded.dataset_states or ())
     is_split = sharding.num_ranks is not None
-    if skips and is_of_other_rank and loaded.received_ahead is not None:
-        raise ResumeError(
-            f"the state was saved by rank {loaded.rank} with in_order=False, after {loaded.num_received} "
-            f"batches, and rank {rank} received others: save and load a state for each rank, or save "
-            "between two epochs"
-        )
     is_compared = {
         "batch_size": skips and (reads_again or not is_iterable(loader)),
         "num_ranks": skips,
@@ -308,6 +307,8 @@ def state_dict(loader: DataLoader[Any]) -> dict[str, Any]:
         return saved_cursor.to_dict(state.loaded)
     cursor = state.cursor or EpochCursor(state.next_epoch, sample_seed=sample_seed_of(loader))
     if cursor.is_within_epoch:
+        if cursor.why_unresumable == _OUT_OF_ORDER:
+            say_once(f"state_dict() was called within an epoch that cannot be resumed: {_OUT_OF_ORDER}")
         if cursor.error is not None:
             cursor.error.reraise()
         for dataset_state in cursor.dataset_states or ():
@@ -339,15 +340,12 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     _check_complete(loader, sources, loaded)
     if not loaded.is_within_epoch:
         _check(loader, loaded)
-    number = _needed_workers(loader, loaded)
-    with sources.unchanged_on_error():
-        if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
+    if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
+        with sources.unchanged_on_error():
             sources.set_generators(loaded.generators)
             sources.set_samplers({k: v for k, v in loaded.samplers.items() if k in sources.keys})
-            if not number:
+            if not loader.num_workers:
                 _set_own_dataset(loader, loaded)
-        if number != loader.num_workers:
-            loader._set_num_workers(loader._auto_workers.keep(number))  # type: ignore[attr-defined]  # ours
     state = state_of(loader)
     state.loaded = loaded
     state.sample_seed = loaded.sample_seed
@@ -387,15 +385,6 @@ def _check_complete(loader: DataLoader[Any], sources: OrderSources, loaded: Epoc
             f"the state lacks {', '.join(sorted(missing))}, which determines the batches of this loader: "
             "give it the same dataset, sampler and generator as before, or load another checkpoint"
         )
-
-
-def _needed_workers(loader: DataLoader[Any], loaded: EpochCursor) -> int:
-    """The number of workers; with "auto", the state of a dataset needs one for each copy."""
-    auto_workers = getattr(loader, "_auto_workers", None)
-    if auto_workers is None or loaded.dataset_states is None:
-        return loader.num_workers
-    number = 0 if loaded.iterator_kind == "local" else len(loaded.dataset_states)
-    return max(number, int(auto_workers.minimum))
 
 
 def _set_own_dataset(loader: DataLoader[Any], loaded: EpochCursor) -> None:

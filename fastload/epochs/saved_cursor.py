@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
-from fastload.epochs.cursor import EpochCursor, received_ahead
+from fastload.epochs.cursor import EpochCursor
 from fastload.epochs.sampler_state import DEFAULT, ShardingFacts
 from fastload.errors import ResumeError
 from fastload.system.checks import TEXT, instance_of, integer, one_of, optional
@@ -23,7 +23,7 @@ from fastload.system.notes import short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-VERSION = 5
+VERSION = 6
 _INT64 = 1 << 63
 _CURE = "Load another checkpoint, or start without a state"
 # The keys that differ from their fields; torchdata and Accelerate use the names of the first two.
@@ -42,7 +42,6 @@ def to_dict(cursor: EpochCursor) -> dict[str, Any]:
         "_iterator_finished": cursor.is_finished,
         "checksum": list(cursor.checksum),
         "checks_some": cursor.checks_some,
-        "received_ahead": None if cursor.received_ahead is None else sorted(cursor.received_ahead),
         "generators": {place: base64.b64encode(s).decode() for place, s in cursor.generators.items()},
         "samplers": {place: pickle.loads(state) for place, state in cursor.samplers.items()},
         "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
@@ -93,20 +92,13 @@ def _contradictions(cursor: EpochCursor) -> Iterator[tuple[bool, str]]:
     where, places = "within" if is_within else "between", list(cursor.generators)
     yield is_within is not has_default, f"it is {where} epochs, but 'generators' {places}"
     counted = f"'_num_yielded' is {num_received}, but 'checksum' counts {cursor.checksum[0]}"
-    ahead = cursor.received_ahead
-    yield ahead is None and num_received > cursor.checksum[0], counted
-    # Which batches a smaller number would leave out is unknown if they came in another order.
-    is_changed = ahead is not None and num_received != cursor.checksum[0] + len(ahead)
-    yield is_changed, f"{counted}, and 'received_ahead' has {0 if ahead is None else len(ahead)}"
-    # The first that is missing can be there after a resume, until its indices are drawn again.
-    is_early = any(number < cursor.checksum[0] for number in ahead or ())
-    yield is_early, f"'received_ahead' has a number below {cursor.checksum[0]}"
+    yield num_received > cursor.checksum[0], counted
     is_beyond = rank is not None and num_ranks is not None and not 0 <= rank < num_ranks
     yield is_beyond, f"'rank' is {rank} of {num_ranks}"
     next_worker = cursor.next_worker
     yield next_worker >= max(1, len(copies)), f"'next_worker' is {next_worker} of {len(copies)}"
     # Batches come from the copies in turn, unless they come as they are ready.
-    is_idle = ahead is None and any(copy is NOT_BEGUN for copy in copies[:num_received])
+    is_idle = reason is None and any(copy is NOT_BEGUN for copy in copies[:num_received])
     is_counted = bool(copies) and not any(copy.has_state or copy is ENDED for copy in copies)
     is_short = is_counted and sum(copy.num_batches for copy in copies) < num_received
     yield is_idle or is_short, f"'dataset_states' have read fewer batches than {num_received}"
@@ -114,13 +106,6 @@ def _contradictions(cursor: EpochCursor) -> Iterator[tuple[bool, str]]:
 
 _count = integer(0, _INT64)
 _epoch = integer(-_INT64, _INT64)
-
-
-def _received_ahead(value: Any) -> dict[int, Any] | None:
-    numbers = None if value is None else [_count(number) for number in value]
-    if numbers is not None and numbers != sorted(set(numbers)):
-        raise ValueError("the numbers should ascend")
-    return received_ahead(numbers)
 
 
 def _samplers(value: Any) -> dict[str, bytes]:
@@ -177,7 +162,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "sample_seed": integer(0, 2 * _INT64),
     "checksum": lambda value: (_count(value[0]), integer(0, 1 << 32)(value[1])),
     "checks_some": one_of(False, True),
-    "received_ahead": _received_ahead,
     "generators": lambda value: {
         place: base64.b64decode(text, validate=True) for place, text in value.items()
     },

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastload.system.humanize import readable_size, readable_time
-from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +171,6 @@ class Recorder:
         self.calls: list[Call] = []
         self.lock = threading.RLock()
         self._reset = Counts()  # the figures at the last reset
-        self._paced = Counts()  # the figures at the last `new_pace`
 
     def add(self, counters: WorkerCounters) -> None:
         """Add what a worker counted, or what the consumer's process did for it."""
@@ -207,27 +205,6 @@ class Recorder:
             if reset:
                 self._reset = counts
         return stats_of(counts.since(before))
-
-    def new_pace(self, num_workers: int) -> Pace | None:
-        """The pace since the last one; None: in too few batches, or of workers that do not tell their work.
-
-        Args:
-            num_workers: Their number since then.
-        """
-        with self.lock:
-            self.count_calls()
-            counts = self.counts.since(self._paced)
-            num_waits = counts.num_batches - counts.num_epochs
-            if num_waits < ENOUGH_BATCHES or (num_workers and not counts.busy_us):
-                return None
-            self._paced = self.copied_counts()
-        step_s = counts.step_ns / _NS_PER_S / counts.num_batches
-        wait_s = counts.wait_ns / _NS_PER_S / num_waits
-        if not num_workers:
-            return Pace(wait_s, step_s, wait_s)
-        busy_s = counts.busy_us / _US_PER_S / counts.num_batches
-        start_s = max(0.0, counts.first_wait_ns / _NS_PER_S - counts.num_epochs * busy_s) / counts.num_batches
-        return Pace(busy_s, step_s, wait_s, start_s)
 
 
 of_process = Recorder()  # the caches and epochs of all loaders of this process

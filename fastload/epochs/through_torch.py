@@ -56,7 +56,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     channels_last = loader.memory_format is torch.channels_last
     own = own_collate(loader.collate_fn)
     twin.collate_fn = functools.partial(_collate, own, is_batch, channels_last)
-    if loader.seed_albumentations and loader.num_workers > 0:
+    if loader.seeding != "torch" and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
     file_cache = file_cache_of(loader)
@@ -73,7 +73,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     if file_cache is not None and loader.num_workers == 0:
         iterator.reading = file_cache.reading
     iterator.begin_transform()
-    if loader.seed_albumentations and loader.num_workers == 0:
+    if loader.seeding != "torch" and loader.num_workers == 0:
         iterator.streams = local_streams(base_seed)
     return iterator
 

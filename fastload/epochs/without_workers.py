@@ -59,7 +59,7 @@ class LocalIterator(HostIterator):
         spec = worker_spec(loader, cursor.base_seed, self._file_cache)
         states = cursor.dataset_states
         self._keeps_state = states is not None
-        is_seeded = spec.seed_albumentations and not spec.seeds_samples
+        is_seeded = spec.seeds_pipelines and not spec.seeds_samples
         self._streams = local_streams(spec.base_seed) if is_seeded else None
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])

@@ -140,7 +140,7 @@ def _report(pid: int) -> None:
     if state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
-            "those under torch's loader; --no-seed-albumentations leaves them alone"
+            "those under torch's loader; --seeding torch leaves them alone"
         )
 
 

@@ -46,7 +46,7 @@ class DataLoader(fastload.loader.DataLoader):
                 add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {text}")
             raise
         state.num_replaced += state.is_patched
-        state.seeds_pipelines |= state.is_patched and self.seed_albumentations
+        state.seeds_pipelines |= state.is_patched and self.seeding != "torch"
 
 
 # A derived class that calls torch's constructor by name after unpatch_torch() sets none of these.

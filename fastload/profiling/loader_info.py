@@ -41,7 +41,8 @@ def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "is_iterable": is_iterable,
         "num_samples": num_samples,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        **worker_settings(loader),
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
         "pin_memory": loader.pin_memory,
         "is_fastload": module is not None and isinstance(loader, module.DataLoader),
@@ -50,11 +51,6 @@ def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "nbytes": 0,
         "image_dtype": None,
     }
-
-
-def worker_settings(loader: Any) -> dict[str, Any]:
-    """The settings that `num_workers="auto"` chooses when an epoch begins."""
-    return {"num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor}
 
 
 def batch_info(batch: Any) -> dict[str, Any]:

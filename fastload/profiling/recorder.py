@@ -1,4 +1,4 @@
-"""Records loaders in the process that iterates over them: epochs, waits, computing, and replayed batches.
+"""Records loaders in the process that iterates over them: epochs, waits and computing.
 
 A recorded loader returns the same batches, in the same order, with the same errors. Only the outermost
 `__iter__` and `__next__` of a thread count, because a loader can wrap another one.
@@ -7,7 +7,6 @@ A recorded loader returns the same batches, in the same order, with the same err
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import sys
 import threading
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import dataloader as torch_loader
 
-from fastload.device.devices import finish_all_work
 from fastload.profiling.hooks import (
     NO_LOADER,
     ProcessRecorder,
@@ -28,13 +26,12 @@ from fastload.profiling.hooks import (
     hook_process,
     unhook_new_workers,
 )
-from fastload.profiling.loader_info import batch_info, loader_info, worker_settings
+from fastload.profiling.loader_info import batch_info, loader_info
 from fastload.profiling.spans import this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NEW, AHEAD, REPLAYED = "new", "ahead", "replayed"  # the kinds of steps
 MAX_STEPS = 200_000  # per loader: about 40 MB
 
 
@@ -47,8 +44,6 @@ class Step(NamedTuple):
         end_ns: When it got the batch.
         cpu_ns: CPU time of the consumer's thread in between.
         process_cpu_ns: CPU time of the consumer's process until then, with all threads.
-        kind: `NEW`; `REPLAYED` if it got an earlier batch again; `AHEAD` if the batch is new, but workers had
-            time to prepare it during replayed ones.
     """
 
     epoch: int
@@ -56,7 +51,6 @@ class Step(NamedTuple):
     end_ns: int
     cpu_ns: int
     process_cpu_ns: int
-    kind: str = NEW
 
 
 @dataclass
@@ -82,8 +76,6 @@ class LoaderRecord:
         epochs: Its epochs.
         steps: The last `MAX_STEPS` batches that the consumer got.
         num_steps: How many it got in all.
-        replay_batches: Copies of the first batches, for replaying.
-        num_before_replay: With replaying, how many new batches of an epoch come first.
     """
 
     number: int
@@ -91,8 +83,6 @@ class LoaderRecord:
     epochs: list[Epoch] = field(default_factory=list)
     steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     num_steps: int = 0
-    replay_batches: list[Any] = field(default_factory=list)
-    num_before_replay: int = 0
 
 
 class Recorder:
@@ -101,17 +91,15 @@ class Recorder:
     Args:
         directory: Where recordings are written.
         loaders: The loaders to record; None for every loader of the process.
-        replay: How many batches to copy and to return again instead of new ones; 0: none.
 
     Attributes:
         records: What was recorded of each loader, in the order of first use.
     """
 
-    def __init__(self, directory: str, loaders: tuple[Any, ...] | None = None, *, replay: int = 0) -> None:
+    def __init__(self, directory: str, loaders: tuple[Any, ...] | None = None) -> None:
         self.directory = directory
         self.records: list[LoaderRecord] = []
         self.is_on = False
-        self.replay = replay
         self._pid = os.getpid()
         self._starting = threading.RLock()  # threads start the workers of their loaders one after another
         self._loaders = loaders
@@ -175,11 +163,10 @@ class Recorder:
                 iterator = original(loader)
             finally:
                 this_thread.loader = None
-            record.info |= worker_settings(loader)
             record.epochs.append(Epoch(start_ns))
             # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
             with contextlib.suppress(AttributeError):
-                iterator._fastload_recorder = StepRecorder(self, record, iterator)
+                iterator._fastload_recorder = StepRecorder(self, record)
                 kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
                 if kind not in self._hooked_types:
                     self._hooked_types.add(kind)
@@ -201,60 +188,32 @@ class Recorder:
 
 
 class StepRecorder:
-    """Records the steps of one iterator, and replays batches.
+    """Records the steps of one iterator."""
 
-    With `replay`, runs of new batches and of `replay` earlier ones take turns. After a replayed run the
-    workers are ahead, so the first new batches cost no wait; these are not counted. An epoch keeps its number
-    of steps: its last new batches are skipped.
-    """
-
-    def __init__(self, recorder: Recorder, record: LoaderRecord, iterator: Any) -> None:
+    def __init__(self, recorder: Recorder, record: LoaderRecord) -> None:
         self.recorder = recorder
         self._record = record
         self._epoch = len(record.epochs) - 1
-        self._num_steps = 0
-        self._num_ahead: int = record.info["num_workers"] * (1 + (record.info["prefetch_factor"] or 0))
-        self._num_new: int = 2 * recorder.replay + self._num_ahead
-        self._num_total: float = float("inf")
-        if recorder.replay:
-            record.num_before_replay = self._num_new
-            with contextlib.suppress(TypeError, NotImplementedError):  # a stream without a length
-                self._num_total = len(iterator)
 
     def next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
-        """The next batch of an iterator whose `__next__` is ``original``, or a replayed one."""
-        record, replay = self._record, self.recorder.replay
-        position = self._num_steps % (self._num_new + replay) if replay else 0  # new ones, then replayed ones
-        is_replayed = position >= self._num_new > 0
-        if replay and self._num_steps and position in (0, self._num_new):
-            finish_all_work()  # else this run would wait for the device's work of the one before
+        """The next batch of an iterator whose `__next__` is ``original``."""
+        record = self._record
         start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
         before_ns = getattr(iterator, "device_wait_ns", 0)
+        this_thread.loader = record.number
         try:
-            if self._num_steps >= self._num_total:
-                raise StopIteration
-            if is_replayed:
-                batch = record.replay_batches[position - self._num_new]
-            else:
-                this_thread.loader = record.number
-                try:
-                    batch = original(iterator)
-                finally:
-                    this_thread.loader = None
+            batch = original(iterator)
         except StopIteration:
             record.epochs[self._epoch].end_ns = start_ns
             raise
+        finally:
+            this_thread.loader = None
         end_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns() - start_cpu_ns
         start_ns += getattr(iterator, "device_wait_ns", 0) - before_ns  # the device's pace is the step's
-        is_ahead = bool(replay) and self._num_steps > self._num_new and position < self._num_ahead
-        kind = REPLAYED if is_replayed else AHEAD if is_ahead else NEW
-        record.steps.append(Step(self._epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
-        self._num_steps += 1
+        record.steps.append(Step(self._epoch, start_ns, end_ns, cpu_ns, time.process_time_ns()))
         record.num_steps += 1
         if record.num_steps == 1:
             record.info |= batch_info(batch)
-        if len(record.replay_batches) < replay:
-            record.replay_batches.append(copy.deepcopy(batch))
         return batch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +53,6 @@ class LoaderReport:
         start_s: The mean of the same for later epochs; None with one epoch.
         data_share: The share of all time that the loops waited for data.
         speedup_if_free: The speed-up if loading were free, by the waits.
-        speedup_replayed: The same, measured with replayed batches; None without `replay`.
         make_ms: The mean time of making a batch, in the worker.
         worker_utilization: The share of their time that workers made batches; None without workers.
         stages: Where that time goes, largest first.
@@ -80,7 +78,6 @@ class LoaderReport:
     start_s: float | None
     data_share: float
     speedup_if_free: float
-    speedup_replayed: float | None
     make_ms: float
     worker_utilization: float | None
     stages: list[StageShare]
@@ -111,8 +108,6 @@ class LoaderReport:
         lines.append(f"  {starts}")
         if self.bottleneck_text:
             free = f"  if loading were free: {self.speedup_if_free:.2f} times as fast"
-            if self.speedup_replayed is not None:
-                free += f" by the waits, {self.speedup_replayed:.2f} measured with batches held in memory"
             lines += [free, *self._table()]
             lines += [
                 f"  {number}. {suggestion.gain:.2f}x: {suggestion.text}"
@@ -188,14 +183,6 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
             "times of single stages contain waits for a CPU, and a change that spares CPU time can gain more "
             "than the waits"
         )
-    for timeline in timelines:
-        num_before, steps = timeline.record.num_before_replay, timeline.record.steps
-        if num_before and steps and not timeline.replayed:
-            num_batches = max(Counter(step.epoch for step in steps).values())
-            notes.append(
-                f"{timeline.info['name']}: the speed without loading was not measured: an epoch had "
-                f"{num_batches:,} batches, and the first {num_before:,} are not replayed; replay fewer"
-            )
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)
 
@@ -221,7 +208,6 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         start_s=mean(starts[1:]) if len(starts) > 1 else None,
         data_share=timeline.data_share,
         speedup_if_free=1 / max(1 - timeline.data_share, 1e-3),
-        speedup_replayed=timeline.step_s / mean(timeline.replayed) if timeline.replayed else None,
         make_ms=timeline.make_s * 1e3,
         worker_utilization=timeline.utilization,
         stages=[

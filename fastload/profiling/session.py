@@ -14,7 +14,6 @@ from fastload.profiling.recording import read_recordings
 from fastload.profiling.report import ProfileReport, report_of
 from fastload.profiling.timeline import Machine, Timeline, timeline_of
 from fastload.system.budget import available_bytes
-from fastload.system.checks import as_int
 from fastload.system.cpus import CpuTimes, busy_share, others_share, worthwhile_cpus
 
 if TYPE_CHECKING:
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 class Profile:
     """The recording of loaders from `start()` to `stop()`, or in a with block; see `profile`."""
 
-    def __init__(self, loaders: tuple[Any, ...], replay: int) -> None:
+    def __init__(self, loaders: tuple[Any, ...]) -> None:
         self._loaders = loaders
-        self._replay = replay
         self._recorder: Recorder | None = None
         self._before: CpuTimes | None = None
         self._timelines: list[Timeline] = []
@@ -38,7 +36,7 @@ class Profile:
             RuntimeError: Another profile is running in this process.
         """
         directory = tempfile.mkdtemp(prefix="fastload-profile-")
-        recorder = Recorder(directory, self._loaders or None, replay=self._replay)
+        recorder = Recorder(directory, self._loaders or None)
         try:
             recorder.start()
         except BaseException:
@@ -90,7 +88,7 @@ class Profile:
         self.stop()
 
 
-def profile(*loaders: Any, replay: int = 0) -> Profile:
+def profile(*loaders: Any) -> Profile:
     """Measure how long training loops wait for data, where loading spends its time, and what would help.
 
     ```python
@@ -105,9 +103,6 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
 
     Args:
         loaders: The loaders to record; none: all loaders of this process.
-        replay: In runs of this many steps, return copies of earlier batches instead of new ones, to measure
-            the loop's speed if loading were free. Training then sees these batches again. A loop that writes
-            to its batches changes the copies.
 
     Returns:
         A context manager; `report()` is what was measured.
@@ -118,5 +113,4 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
     for loader in loaders:
         if not isinstance(loader, torch_loader.DataLoader):
             raise TypeError(f"profile() takes DataLoaders, but got {type(loader).__name__}")
-    replay = as_int("replay", replay)
-    return Profile(loaders, replay)
+    return Profile(loaders)

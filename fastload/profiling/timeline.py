@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.profiling import probes
 from fastload.profiling.line_sampler import LINE
-from fastload.profiling.recorder import NEW, REPLAYED
 from fastload.profiling.spans import OWN_CODE
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ class Timeline:
         waits: Of the steady steps: how long the loop waited for the batch.
         wait_cpus: CPU seconds of the consumer's thread in these waits.
         computes: Of the same steps: how long the loop was busy with the batch.
-        replayed: Of the steps with replayed batches: wait and computing together.
         starts: Of each epoch: from `iter()` to the first batch.
         total_s: Seconds in loops over the loader, without the very first wait, which happens once.
         batches: The finished batches, by worker; -1: in the consumer's process.
@@ -101,7 +99,6 @@ class Timeline:
     waits: list[float] = field(default_factory=list)
     wait_cpus: list[float] = field(default_factory=list)
     computes: list[float] = field(default_factory=list)
-    replayed: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     total_s: float = 0.0
     batches: dict[int, list[Batch]] = field(default_factory=lambda: defaultdict(list))
@@ -150,7 +147,7 @@ class Timeline:
     @property
     def consumer_cpu_s(self) -> float:
         """CPU time of the consumer's process per step; without workers, making batches is part of it."""
-        pairs = itertools.pairwise(step for step in self.record.steps if step.kind == NEW)
+        pairs = itertools.pairwise(self.record.steps)
         return mean([seconds(b.process_cpu_ns - a.process_cpu_ns) for a, b in pairs if a.epoch == b.epoch])
 
     def parts(self, *stages: str) -> list[Stage]:
@@ -232,12 +229,9 @@ def _add_steps(timeline: Timeline) -> None:
             if not next_ns:
                 continue  # the loop was left in this step
             wait_s, compute_s = seconds(step.end_ns - step.start_ns), seconds(next_ns - step.end_ns)
-            if step.kind == NEW:
-                timeline.waits.append(wait_s)
-                timeline.wait_cpus.append(seconds(step.cpu_ns))
-                timeline.computes.append(compute_s)
-            elif step.kind == REPLAYED:
-                timeline.replayed.append(wait_s + compute_s)
+            timeline.waits.append(wait_s)
+            timeline.wait_cpus.append(seconds(step.cpu_ns))
+            timeline.computes.append(compute_s)
 
 
 def _add_stages(timeline: Timeline) -> None:

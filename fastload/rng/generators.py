@@ -227,7 +227,7 @@ def tell_of_other_draws(dataset: Any, collate_fn: Any) -> None:
         say_once(
             "MONAI's random transforms draw from the loader's seed, differently in each worker, unless a "
             "worker_init_fn seeds them. Under torch's loader they draw other numbers, the same ones in each "
-            "worker; seed_albumentations=False (fastload run --no-seed-albumentations) gives these"
+            'worker; seeding="torch" (fastload run --seeding torch) gives these'
         )
 
 

@@ -54,7 +54,6 @@ class SampleSeeder(RandomSource):
     Args:
         dataset: Searched for generators.
         collate_fn: Searched too.
-        with_transforms: Whether what albumentations and MONAI draw is set; False leaves them alone.
         role: Where samples are fetched. In the consumer's own process, `"local"`, generators belong to the
             user: they are restored after each batch. In a `"thread"`, the generators of random, numpy and
             torch, which all threads share, are left alone.
@@ -65,12 +64,10 @@ class SampleSeeder(RandomSource):
         dataset: Any,
         collate_fn: Any,
         *,
-        with_transforms: bool,
         role: Literal["process", "thread", "local"],
     ) -> None:
         super().__init__()
         self.locks = role == "thread"
-        self._with_transforms = with_transforms
         generators = held_generators(Search(dataset, collate_fn))
         self._seedable = [described for described in generators if described.seed is not None]
         self._shared = [described.generator for described in self._seedable]
@@ -88,7 +85,7 @@ class SampleSeeder(RandomSource):
         self._generator: np.random.Generator | None = None  # once requested
         self._outer: tuple[SampleSeeder | None, ThreadState] = None, ThreadState()
         self._scope = RngScope(self._shared) if role == "local" else None
-        if with_transforms and role != "local":
+        if role != "local":
             set_worker_source(self, is_thread=role == "thread")
 
     def pair(self, pipeline: Any) -> Pair:
@@ -136,7 +133,7 @@ class SampleSeeder(RandomSource):
             self._scope.__enter__()
         if _current.seeder is not self:
             # A dataset being read for a sample can itself iterate over a loader.
-            state = ThreadState(self if self._with_transforms else None)
+            state = ThreadState(self)
             self._outer = _current.seeder, swap_state(state) if self._scope is not None else ThreadState()
             _current.seeder = self
         self._digest = digest = key.digest()

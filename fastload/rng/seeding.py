@@ -215,7 +215,7 @@ def _words(seed: int) -> list[int]:
 class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch, and what albumentations and MONAI draw.
 
-    fastload's loader does all this itself (``seed_albumentations=True``).
+    fastload's loader does all this itself.
 
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.

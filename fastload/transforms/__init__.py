@@ -2,7 +2,7 @@
 
 Pass them to a `fastload.DataLoader` as `batch_transform=` or `device_transform=`, or call them on a batch.
 Read in this order: `image_transform` (which part of a batch are the images), `crop_and_flip` with `boxes`,
-`resample` and `triton_crop`, `erase`, `normalize`, `gather` (the dataset on the device), `compose`.
+`resample` and `triton_crop`, `normalize`, `compose`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,9 +11,6 @@ if TYPE_CHECKING:
     from fastload.transforms.crop_and_flip import RandomCrop as RandomCrop
     from fastload.transforms.crop_and_flip import RandomHorizontalFlip as RandomHorizontalFlip
     from fastload.transforms.crop_and_flip import RandomResizedCrop as RandomResizedCrop
-    from fastload.transforms.erase import Cutout as Cutout
-    from fastload.transforms.erase import RandomErasing as RandomErasing
-    from fastload.transforms.gather import Gather as Gather
     from fastload.transforms.normalize import Normalize as Normalize
 else:
     from fastload.system.lazy_exports import public_names as _public_names
@@ -22,8 +19,6 @@ else:
         "fastload.transforms",
         {
             "crop_and_flip": ("RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"),
-            "erase": ("Cutout", "RandomErasing"),
-            "gather": ("Gather",),
             "normalize": ("Normalize",),
         },
     )

@@ -96,7 +96,7 @@ class BatchMaker:
             else:
                 self._take_process(spec, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
-            streams = seeding.WorkerStreams(seed, role) if spec.seed_albumentations else None
+            streams = seeding.WorkerStreams(seed, role) if spec.seeds_pipelines else None
             set_worker_source(streams, is_thread=self._is_thread)
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(self._id)
@@ -200,7 +200,6 @@ def make_fetcher(
         seeder = SampleSeeder(
             spec.dataset,
             spec.collate_fn,
-            with_transforms=spec.seed_albumentations,
             role="local" if worker_id is None else "thread" if is_thread else "process",
         )
     return Fetcher(

@@ -42,14 +42,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.cache.file_cache import FileCache
-    from fastload.workers.auto_workers import AutoWorkers
     from fastload.workers.pool import WorkerPool
 
 WORKER_TYPES: dict[str, type[WorkerPool]] = {"process": ProcessPool, "thread": ThreadPool, "ray": RayPool}
 
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
-    "seeding": one_of("worker", "sample"),
+    "seeding": one_of("worker", "sample", "torch"),
     "worker_type": Check(
         ", ".join(f'"{name}"' for name in WORKER_TYPES) + " or fastload.RayWorkers(...)",
         lambda value: value in tuple(WORKER_TYPES) or isinstance(value, RayWorkers),
@@ -79,7 +78,6 @@ class Options:
 
     memory_format: torch.memory_format | None = None
     max_prefetch_memory: int | float | str = "auto"
-    seed_albumentations: bool = True
     seeding: str = "worker"
     worker_type: str | RayWorkers = "process"
     device: str | int | torch.device | None = None
@@ -120,16 +118,12 @@ class Options:
                 "workers, use batch_transform"
             )
 
-    def check_with(self, loader: torch.utils.data.DataLoader[Any], *, is_auto: bool) -> None:
+    def check_with(self, loader: torch.utils.data.DataLoader[Any]) -> None:
         """Check that torch's arguments of the loader allow these.
-
-        Args:
-            loader: The loader.
-            is_auto: Whether `num_workers` is "auto".
 
         Raises:
             ValueError: The dataset is not map-style, or has its own `__getitems__`; or the loader has a
-                `multiprocessing_context` and no worker processes; or "auto" is to choose Ray's workers.
+                `multiprocessing_context` and no worker processes.
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
@@ -139,17 +133,10 @@ class Options:
         pool_type, shown = pool_type_of(self.worker_type), shown_worker_type(self.worker_type)
         if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
             raise ValueError(f"multiprocessing_context is for worker processes, but {shown}: omit one")
-        if is_auto and pool_type.runs_elsewhere:
-            raise ValueError(
-                f'num_workers="auto" counts the CPUs of this machine, but {shown} '
-                "starts workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` "
-                "shows them)"
-            )
         needs_map = {
             shown: pool_type.uses_threads,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
-            'num_workers="auto"': is_auto,
         }
         for name, is_given in needs_map.items():
             if is_given and is_stream:
@@ -173,8 +160,6 @@ if TYPE_CHECKING:
     class LoaderSettings(torch.utils.data.DataLoader, Options):  # type: ignore[type-arg]  # as in `loader`
         """torch's settings and fastload's own; `fastload.DataLoader` documents them."""
 
-        _auto_workers: AutoWorkers | None
-
 else:
     LoaderSettings = torch.utils.data.DataLoader
 
@@ -196,7 +181,7 @@ def worker_spec(loader: LoaderSettings, base_seed: int, file_cache: FileCache | 
         worker_init_fn=loader.worker_init_fn,
         base_seed=base_seed,
         num_workers=loader.num_workers,
-        seed_albumentations=loader.seed_albumentations,
+        seeds_pipelines=loader.seeding != "torch",
         channels_last=loader.memory_format is torch.channels_last,
         seeds_samples=loader.seeding == "sample",
         on_error=loader.on_error,

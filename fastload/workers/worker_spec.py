@@ -39,7 +39,7 @@ class WorkerSpec(FetchSettings):
         worker_init_fn: As in torch's loader.
         base_seed: The seed drawn when the iterator was made.
         num_workers: The number of workers of the loader.
-        seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
+        seeds_pipelines: Whether transforms of albumentations and MONAI get random streams.
         seeds_samples: Whether each sample is seeded (``seeding="sample"``).
         file_cache: Remembers the files that are decoded; None: nothing does.
         kept_bytes: How much freed memory each worker process keeps; None: it asks the system itself.
@@ -49,7 +49,7 @@ class WorkerSpec(FetchSettings):
     worker_init_fn: Callable[[int], Any] | None
     base_seed: int
     num_workers: int
-    seed_albumentations: bool
+    seeds_pipelines: bool
     seeds_samples: bool
     file_cache: FileCache | None = None
     kept_bytes: int | None = None

@@ -455,9 +455,8 @@ class TestAccelerate(Losses):
     ).replace("from torchvision import", "from accelerate import Accelerator\nfrom torchvision import")
     replacements: ClassVar[dict[str, str]] = {
         "from accelerate import Accelerator\n": (
-            "from accelerate import Accelerator\nfrom fastload.integrations.accelerate import prepare\n"
+            "from accelerate import Accelerator\nimport fastload\nfastload.patch_torch()\n"
         ),
-        "accelerator.prepare(loader)": "prepare(accelerator, loader)",
     }
 
 

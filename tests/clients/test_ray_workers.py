@@ -122,15 +122,16 @@ if __name__ == "__main__":
 """
 
 TRAIN = """
-import ray.train
-from fastload.integrations.ray import prepare
+import ray.train.torch
 from tests.kit.datasets import Made
 
 
 def train():
     dataset = Made(lambda index: (index, ray.get_runtime_context().get_job_id()), 16)
     options = {"batch_size": 4, "num_workers": 1, "collate_fn": list}
-    loader = prepare(fastload.DataLoader(dataset, worker_type="ray", **options))
+    fastload.patch_torch()
+    loader = fastload.DataLoader(dataset, worker_type="ray", **options)
+    loader = ray.train.torch.prepare_data_loader(loader, move_to_device=False)
     seen = [sample for batch in loader for sample in batch]
     assert {job for _, job in seen} == {ray.get_runtime_context().get_job_id()}
     rank = ray.train.get_context().get_world_rank()

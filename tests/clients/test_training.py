@@ -45,21 +45,7 @@ for epoch in range(num_epochs(1 if what == "stop" else 2)):
 accelerator.end_training()
 """
     replacements: ClassVar[dict[str, str]] = {
-        IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD
-        + "from fastload.integrations.accelerate import prepare, skip_first_batches\n",
-        "accelerator.prepare(loader)": "prepare(accelerator, loader)",
-        "accelerator.skip_first_batches(loader": "skip_first_batches(loader",
-    }
-
-
-class TestSavedState(contract.Resume):
-    """With `use_stateful_dataloader`, the state of the loader is in the checkpoint; no batch is skipped."""
-
-    script = TestAccelerate.script
-    ways = ("fastload",)
-    replacements = TestAccelerate.replacements | {
-        "use_seedable_sampler=True": "use_seedable_sampler=True, use_stateful_dataloader=True",
-        'what == "resume" and epoch == 0': "False",
+        IMPORT_OF_TORCH: f"{IMPORT_OF_FASTLOAD}import fastload\nfastload.patch_torch()\n"
     }
 
 
@@ -235,6 +221,6 @@ if __name__ == "__main__":
 """
     ways = ("fastload",)
     replacements: ClassVar[dict[str, str]] = {
-        IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD + "from fastload.integrations.ray import prepare\n",
-        "ray.train.torch.prepare_data_loader(loader)": "prepare(loader)",
+        IMPORT_OF_TORCH: f"{IMPORT_OF_FASTLOAD}import fastload\n",
+        "def train():\n": "def train():\n    fastload.patch_torch()\n",
     }

@@ -17,11 +17,8 @@ import torch
 from fastload import DataLoader
 from fastload.device.device_prefetcher import DevicePrefetcher
 from fastload.transforms import (
-    Cutout,
-    Gather,
     Normalize,
     RandomCrop,
-    RandomErasing,
     RandomHorizontalFlip,
     RandomResizedCrop,
     resample,
@@ -142,7 +139,7 @@ def test_one_kernel_crops_where_triton_is(place: Any) -> None:
 @pytest.mark.parametrize(
     "transform",
     [
-        *(RandomResizedCrop(8), RandomHorizontalFlip(), RandomCrop(8, 2), RandomErasing(1.0), Cutout(4)),
+        *(RandomResizedCrop(8), RandomHorizontalFlip(), RandomCrop(8, 2)),
         Normalize([0.5] * 3, [0.25] * 3),
     ],
     ids=lambda transform: type(transform).__name__,
@@ -156,16 +153,14 @@ def test_transforms_run_under_a_default_device(place: Any, transform: Any) -> No
 
 
 def test_gathered_batches_are_those_of_the_ordinary_way(place: Any) -> None:
-    """A dataset on the device gives the same batches, bit for bit."""
+    """A dataset whose columns lie on the device gives the same batches, bit for bit."""
     augment = [RandomCrop(8, 2), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
-    gather = Gather.from_dataset(IMAGES)
+    images, labels = (column.cuda() for column in torch.utils.data.default_collate(list(IMAGES)))
     ordinary = DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=augment)
-    gathering = DataLoader(
-        gather.rows, 4, seeding="sample", device="cuda", device_transform=[gather, *augment]
-    )
+    gather = [lambda rows: [images[rows], labels[rows]], *augment]
+    gathering = DataLoader(range(len(IMAGES)), 4, seeding="sample", device="cuda", device_transform=gather)
     for one, two in zip(ordinary, gathering, strict=True):
         assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
-    assert gather.columns[0].is_cuda
 
 
 def test_many_leaves_arrive_in_one_copy(place: Any) -> None:

@@ -92,34 +92,6 @@ def test_the_profile_blames_no_loader_for_a_busy_device(timed: TimedBackend) -> 
     assert waited_ns < 0.02 * timed.clock.now_ns
 
 
-def test_replayed_stretches_begin_and_end_with_an_idle_device(
-    timed: TimedBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The host runs ahead: without that, a stretch of held batches would seem to take no time."""
-    at_ns: list[int] = []
-
-    def synchronize() -> None:
-        timed.synchronize(timed.main.end_ns)
-        at_ns.append(timed.clock.now_ns)
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    with (
-        fastload.profile(replay=4) as profile,
-        DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader,
-    ):
-        assert profile._recorder is not None
-        steps(loader, timed, step_ms=50, host_ms=5)
-        (record,) = profile._recorder.records
-    found = list(record.steps)
-    replayed = [number for number, step in enumerate(found) if step.kind == recorder.REPLAYED]
-    assert len(replayed) >= 16
-    assert len(at_ns) == 2 * len(replayed) // 4
-    # A run of replayed steps takes what its kernels take.
-    first = replayed[0]
-    assert found[first + 4].start_ns - found[first].start_ns == pytest.approx(4 * 50 * MS, rel=0.1)
-
-
 def idle_ms(clock: Clock, *, can_poll: bool) -> float:
     """How long the device was idle, with one slow batch in twenty and a host that waits for each step."""
     costs_ms = [150.0 if number % 20 == 19 else 10.0 for number in range(60)]

@@ -106,7 +106,7 @@ def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> N
     ("defaults", "error", "said"),
     [
         *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
-        ({"seeding": "samples"}, ValueError, 'seeding should be "worker" or "sample"'),
+        ({"seeding": "samples"}, ValueError, 'seeding should be "worker", "sample" or "torch"'),
         ({"cache": "disk"}, ValueError, 'cache should be "ram", "ram:32G", "lmdb:PATH" or None'),
     ],
 )

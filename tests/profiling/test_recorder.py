@@ -32,13 +32,11 @@ import fastload
 from fastload.batch.fetch import Fetcher
 from fastload.profiling import hooks, probes, recording, session, spans
 from fastload.profiling.probes import _open
-from fastload.profiling.recorder import AHEAD, NEW, REPLAYED
 from fastload.profiling.spans import Spans, this_thread
 from fastload.profiling.timeline import Machine
 from fastload.readers import identity
 from fastload.rng import entry_points
 from fastload.workers import process
-from fastload.workers.auto_workers import AutoWorkers
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, stop_workers
 from tests.profiling import zoo
@@ -307,14 +305,6 @@ def test_the_inner_of_nested_loops_is_computing_of_the_outer() -> None:
     assert found["outer"].data_share < found["inner"].data_share
 
 
-def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`num_workers="auto"` chooses them when it begins."""
-    monkeypatch.setattr(AutoWorkers, "choose", lambda *_: 1)
-    loader = fastload.DataLoader(QUICK, batch_size=zoo.BATCH, num_workers="auto")
-    (timeline,) = profile_of(loader)._timelines
-    assert [timeline.info[name] for name in ("num_workers", "prefetch_factor")] == [1, 2]
-
-
 DYING = """
 import fastload, torch.utils.data
 from tests.kit import datasets
@@ -407,38 +397,6 @@ def test_a_second_profile_and_an_early_report_are_refused(tmp_path: Path, monkey
     assert str(profile.report()) == "No DataLoader was used."
     assert profile_of(make("fastload", QUICK, 1)).report().loaders[0].stages
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 2), ("fastload", 2)])
-def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
-    """Runs of replayed batches take the place of new ones, which are left at the end."""
-    loader = make(kind, zoo.SlowRead(), num_workers)
-    profile = fastload.profile(loader, replay=3)
-    with profile:
-        seen = [[part.clone() for part in batch] for batch in loader]
-    steps = list(profile._timelines[0].record.steps)
-    (report,) = profile.report().loaders
-    assert len(seen) == len(steps) == 24
-    first = steps.index(next(step for step in steps if step.kind == REPLAYED))
-    assert first == 6 + 3 * num_workers
-    assert [step.kind for step in steps[first : first + 3]] == [REPLAYED] * 3
-    assert [batch[1].tolist() for batch in seen[first : first + 3]] == [b[1].tolist() for b in seen[:3]]
-    assert {step.kind for step in steps} == ({NEW, REPLAYED, AHEAD} if num_workers else {NEW, REPLAYED})
-    assert report.speedup_replayed is not None
-    assert report.speedup_replayed > 2
-
-
-def test_an_epoch_too_short_for_replay_is_told() -> None:
-    """A note has the limit and the length of an epoch; there is no note where batches were replayed."""
-    for replay, is_told in ((12, True), (11, False)):
-        loader = make("torch", zoo.SlowRead(), 0)
-        profile = fastload.profile(loader, replay=replay)
-        with profile:
-            list(loader)
-        report = profile.report()
-        assert (report.loaders[0].speedup_replayed is None) is is_told
-        said = "an epoch had 24 batches, and the first 24 are not replayed"
-        assert (said in str(report)) is is_told
 
 
 def test_a_report_as_values_and_as_text() -> None:

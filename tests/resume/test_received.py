@@ -33,7 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
     "processes": {"num_workers": 2},
     "threads": {"num_workers": 2, "worker_type": "thread"},
     "persistent": {"num_workers": 2, "persistent_workers": True},
-    "in any order": {"num_workers": 2, "in_order": False},
     "device": {"device": "cuda"},
     "device, workers": {"device": "cuda", "num_workers": 2},
     "cpu": {"device": "cpu", "device_transform": torch.nn.Identity()},

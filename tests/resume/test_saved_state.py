@@ -21,7 +21,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 from fastload import DataLoader
 from fastload.epochs.sampler_state import OrderSources
 from fastload.errors import ResumeError
-from fastload.workers import auto_workers
 from tests.kit import datasets
 from tests.resume.loaders import (
     LENGTH,
@@ -301,9 +300,6 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (3, {"_iterator_finished": True}, r"it is between epochs, but 'generators' \['default', 'loader'\]"),
         (99, {"_iterator_finished": False}, r"it is within epochs, but 'generators' \['loader'\]"),
         (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
-        (3, {"_num_yielded": 2, "received_ahead": []}, "'_num_yielded' is 2, but 'checksum' counts 3, and"),
-        (3, {"received_ahead": [5]}, "'_num_yielded' is 3, but 'checksum' counts 3, and .* has 1"),
-        (3, {"_num_yielded": 4, "received_ahead": [2]}, "'received_ahead' has a number below 3"),
         (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
         (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}, "have read fewer batches than 3"),
         (0, {"iterator_kind": "again"}, "its generators do not produce its 'base_seed'"),
@@ -370,7 +366,6 @@ INVALID: dict[str, list[Any]] = {
     "iterator_kind": [[]],
     "sample_seed": [1 << 64],
     "checksum": [[1], [2, 1 << 32]],
-    "received_ahead": [3, [-1], [5, 4], [4, 4], ["4"]],
     "generators": [{"default": "QUJD\n"}],
     "samplers": [{"sampler": lambda: 0}],
     "dataset_states": [[{"progress": "begun"}]],
@@ -442,43 +437,21 @@ class HalfLoads(Counting):
         super().load_state_dict(state)
 
 
-@pytest.mark.parametrize("num_workers", [0, "auto"])
-def test_a_dataset_s_own_error_changes_nothing(num_workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the dataset nor sampler, generator, number of workers, and the workers that persist."""
-    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
+def test_a_dataset_s_own_error_changes_nothing() -> None:
+    """Neither the dataset nor sampler and generator."""
     loader = make("Counting", generator=seeded(), shuffle=True)
     list(loader)
     state = loader.state_dict()
-    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3), num_workers=num_workers)
+    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3))
     list(fresh)
     fresh.dataset.reads = 7
-    before = fresh.num_workers, *order_states(fresh), fresh.state_dict()
+    before = *order_states(fresh), fresh.state_dict()
 
     with pytest.raises(LookupError, match="not mine"):
         fresh.load_state_dict(state)
-    assert (fresh.num_workers, *order_states(fresh), fresh.state_dict()) == before
+    assert (*order_states(fresh), fresh.state_dict()) == before
     assert fresh.dataset.reads == 7
     fresh.close()
-
-
-def test_workers_that_persist_outlive_a_state_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With num_workers="auto", the state of a dataset asks for another number, and its sampler is damaged."""
-    monkeypatch.setattr(auto_workers, "_num_cpus", lambda: 2)
-
-    def counted(num_workers: Any) -> DataLoader:
-        return DataLoader(
-            Counting(), 4, sampler=Stateful(LENGTH), num_workers=num_workers, persistent_workers=True
-        )
-
-    state = state_after(counted(1), LENGTH)
-    state["samplers"]["sampler"] = {}
-    with counted("auto") as loader:
-        list(loader)
-        workers = loader._iterator
-        with pytest.raises(KeyError, match="round"):
-            loader.load_state_dict(state)
-
-        assert (loader.num_workers, loader._iterator) == (2, workers)
 
 
 class Refuses(Stateful):

@@ -205,12 +205,11 @@ def test_another_thread_is_outside() -> None:
     assert not set(found[0]) & set(drawn)
 
 
-def test_seed_albumentations_false_seeds_nothing() -> None:
-    """Nor with seeding="sample": pipelines draw from their own generators."""
-    for way in ({}, {"seeding": "sample"}):
-        (found,) = run(Corners(seed=5), seed_albumentations=False, **way)
-        twin = crop(5)
-        assert flat([found]) == [corner(twin) for _ in range(12)]
+def test_seeding_torch_seeds_nothing() -> None:
+    """Pipelines draw from their own generators."""
+    (found,) = run(Corners(seed=5), seeding="torch")
+    twin = crop(5)
+    assert flat([found]) == [corner(twin) for _ in range(12)]
 
 
 def test_nothing_has_to_be_restored() -> None:

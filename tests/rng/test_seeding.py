@@ -244,9 +244,9 @@ def test_the_loader_s_seed_decides() -> None:
     assert plain(next(iter(resumed))) == first[0][0]
 
 
-def test_seed_albumentations_false_leaves_them_alone() -> None:
+def test_seeding_torch_leaves_them_alone() -> None:
     """As in torch: they draw from what they have, and use it up."""
-    (found,) = run(Corners(seed=5), seed_albumentations=False)
+    (found,) = run(Corners(seed=5), seeding="torch")
 
     assert list(itertools.chain(*found)) == list(map(Corners(seed=5).__getitem__, range(12)))
 
@@ -330,8 +330,8 @@ def test_who_seeds_monai_is_told_once_that_workers_draw_otherwise(
     lines = [record for record in caplog.records if "MONAI" in record.message]
 
     assert [record.levelname for record in lines] == ["WARNING"]
-    assert "seed_albumentations=False" in lines[0].message
-    assert run(Drawn(SEEDED[kind]()), seed_albumentations=False, **PROCESSES) == expected
+    assert 'seeding="torch"' in lines[0].message
+    assert run(Drawn(SEEDED[kind]()), seeding="torch", **PROCESSES) == expected
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_who_seeds_monai_is_told_once_that_workers_draw_otherwise(
     [
         (Randomizable(), PROCESSES),
         (Randomizable().set_random_state(1), {}),
-        (Randomizable().set_random_state(1), PROCESSES | {"seed_albumentations": False}),
+        (Randomizable().set_random_state(1), PROCESSES | {"seeding": "torch"}),
         (Randomizable().set_random_state(1), PROCESSES | {"seeding": "sample"}),
         (Randomizable().set_random_state(1), PROCESSES | {"worker_init_fn": _init_of_monai}),
     ],

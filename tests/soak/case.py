@@ -184,7 +184,8 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
         {"method": "fork", "prefetch_factor": 2, "is_persistent": False, "timeout_s": 0},
     ),
     # A stream's copies end at different times, so how their batches come is not known.
-    (lambda c: not c.num_workers or c.is_stream, {"in_order": True}),
+    # An epoch out of order is not resumed in the middle.
+    (lambda c: not c.num_workers or c.is_stream or c.mode == "resumes", {"in_order": True}),
     # Each spawned worker takes two seconds to start.
     (
         lambda c: c.num_workers and c.method == "spawn",

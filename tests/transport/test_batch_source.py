@@ -1,4 +1,4 @@
-"""Datasets that make whole batches: `BatchSource`, and when the loader asks it."""
+"""Datasets that make whole batches, and when the loader asks them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rows(tud.Dataset[Any]):
         self.calls.append("sample")
         return IMAGES[index].copy(), index
 
-    def __batch_source__(self) -> fastload.BatchSource | None:
+    def _batch_source(self) -> Any:
         return self
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
@@ -80,7 +80,7 @@ class OwnGetItems(Rows):
 class OwnSource(OwnGetItem):
     """Has its own samples, and its own batches."""
 
-    def __batch_source__(self) -> fastload.BatchSource | None:
+    def _batch_source(self) -> Any:
         return self
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
@@ -91,7 +91,7 @@ class OwnSource(OwnGetItem):
 class NoSource(Rows):
     """Says that it has none today."""
 
-    def __batch_source__(self) -> fastload.BatchSource | None:
+    def _batch_source(self) -> Any:
         return None
 
 
