@@ -12,9 +12,7 @@ from torch.utils.data import Sampler, default_collate
 
 from fastload import DataLoader
 from fastload.epochs import on_device, with_workers, without_workers
-from fastload.epochs.loader_state import recorder_of
 from fastload.errors import TooManyFailuresError
-from fastload.workers.messages import WorkerCounters
 from tests.device.fake import FakeBackend
 from tests.faults import test_signals
 from tests.kit import torchs_own
@@ -340,21 +338,3 @@ def test_two_threads_that_begin_an_epoch_share_no_buffers(monkeypatch: pytest.Mo
     first, second = in_two_threads(lambda: iter(loader))
 
     assert first._buffers is not second._buffers
-
-
-def test_two_threads_count_all_cache_hits() -> None:
-    """The sum over all loaders, which `fastload run` prints, loses none of them."""
-    both = threading.Barrier(2, timeout=20)
-
-    class Counters(WorkerCounters):
-        @property
-        def cache_hits(self) -> int:  # type: ignore[override]
-            both.wait()
-            return 1
-
-    recorders = [recorder_of(DataLoader(Numbers(8))) for _ in range(2)]
-    before = recorders[0].all_hits.total()
-    left = iter(recorders)
-    in_two_threads(lambda: next(left).add(Counters(0, 0, 0)))
-
-    assert recorders[0].all_hits.total() == before + 2
