@@ -120,10 +120,10 @@ class EncodedImage:
         header = self._read_header()
         x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         if header.is_jpeg:
-            region = decode_region(self._content, header.stored_box(box), self._name)
+            region = decode_region(self._content, header.stored_box(box))
             if region is not None:
                 return apply_orientation(region, header.orientation)
-        whole = decode(self._content, self._name, orientation=header.orientation)
+        whole = decode(self._content, self._name)
         return whole[y_min:y_max, x_min:x_max].copy()
 
     @property

@@ -19,11 +19,10 @@ from PIL import Image, ImageOps
 
 from fastload.errors import ImageReadError
 from fastload.images import jpeg
-from fastload.images.decode import _opened, _read, decode, read_image
+from fastload.images.decode import decode, read_image
 from fastload.images.encoded import EncodedImage
-from fastload.images.jpeg import decode_jpeg, parse_jpeg
+from fastload.images.jpeg import opencv_pixels
 from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
-from tests.images.test_restart_markers import GREY, SAMPLINGS, marked_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,9 +180,23 @@ def test_impossible_sizes_are_named(error: type[Exception], sizes: list[Any]) ->
 # --- OpenCV's decoder and Pillow's ------------------------------------------------------------------------
 
 
+SAMPLINGS = [0x111111, 0x211111, 0x221111, 0x411111, 0x121111]
+GREY = 0
+
+
+def noise_file(interval: int, sampling: int, is_progressive: int) -> bytes:
+    """A JPEG of noise, 61 x 83, with a restart marker every `interval` MCUs."""
+    noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
+    options = [cv2.IMWRITE_JPEG_RST_INTERVAL, interval, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive]
+    if sampling != GREY:
+        options += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling]
+    return cv2.imencode(".jpg", noise if sampling != GREY else noise[..., 0], options)[1].tobytes()
+
+
 def of_pillow(content: bytes) -> np.ndarray:
     """The same file, read by Pillow alone."""
-    return _opened(content, "x", lambda image: _read(image, None))
+    with mock.patch.object(jpeg, "_decoder", return_value=None):
+        return decode(content, "x")
 
 
 def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, ...]:
@@ -199,11 +212,9 @@ def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, .
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
 def test_opencv_gives_pillows_pixels(sampling: int, is_progressive: int, interval: int) -> None:
     """Every sampling, sequential or progressive, with and without restart markers."""
-    content = marked_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
-    header = parse_jpeg(content)
-    assert header is not None
-    assert (header.height, header.width, header.tags_at) == (61, 83, [])
-    pixels = decode_jpeg(content, header)
+    content = noise_file(interval, sampling, is_progressive)
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = opencv_pixels(image)
     assert pixels is not None
     assert pixels.flags.c_contiguous
     assert pixels.flags.writeable
@@ -237,10 +248,10 @@ def test_damage_has_pillows_outcome(kind: str, orientation: int, doubled: Any, d
         content[start : start + removed] = data.draw(st.binary(max_size=3) | marker | byte)
     if data.draw(st.booleans()):
         content += b"\xff\xd9"
-    expected, header = outcome(of_pillow, bytes(content)), parse_jpeg(memoryview(bytes(content)))
+    expected = outcome(of_pillow, bytes(content))
     assert outcome(lambda file: decode(file, "x"), bytes(content)) == expected
-    if header is not None and not header.tags_at and expected[0] != "raised":
-        assert (header.height, header.width, 3) == expected[0]
+    if expected[0] != "raised":
+        assert EncodedImage(bytes(content)).shape == expected[0]
 
 
 @pytest.mark.parametrize("has_rgb", [True, False], ids=["other pixels", "before 4.11"])
@@ -341,17 +352,39 @@ def test_lack_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pyte
         read_image(tmp_path / "a.png")
 
 
-def test_only_pillows_warnings_are_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large images warn of nothing; by one filter for all reads, as each new one makes others warn again."""
-    Image.fromarray(SCENE).save(tmp_path / "a.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 - 1)  # between Pillow's warning and its error
+def test_only_pillows_warnings_of_damaged_tags_are_silenced(tmp_path: Path) -> None:
+    """By one filter for all reads, as each new one makes others warn again."""
+    (tmp_path / "a.jpg").write_bytes(saved(SCENE, "jpg", exif=DAMAGED_EXIF))
     with warnings.catch_warnings():
-        assert np.array_equal(read_image(tmp_path / "a.png"), SCENE)
+        read_image(tmp_path / "a.jpg")
         filters = list(warnings.filters)
-        read_image(tmp_path / "a.png")
+        read_image(tmp_path / "a.jpg")
         assert list(warnings.filters) == filters
         with pytest.warns(UserWarning, match="mine"):
             warnings.warn("mine", stacklevel=1)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_pillows_limit_of_pixels_holds(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to it nothing happens, for JPEGs too; above it Pillow warns, or raises its warning or its error."""
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(SCENE).save(path)
+    expected = of_pillow(path.read_bytes())
+    jpeg._decoder.cache_clear()  # what it compares first has more pixels than this limit
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size)
+    assert jpeg._decoder() is not None
+    assert np.array_equal(read_image(path), expected)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size - 1)
+    with pytest.warns(Image.DecompressionBombWarning, match="3072 pixels"):
+        assert np.array_equal(read_image(path), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Image.DecompressionBombWarning):
+            read_image(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size // 2 - 1)
+    with pytest.raises(ImageReadError, match=r"3072 pixels") as caught:
+        read_image(path)
+    assert isinstance(caught.value.__cause__, Image.DecompressionBombError)
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:

@@ -67,10 +67,9 @@ class CropInDecoder:
             return f"whole images are decoded: {self.why_whole}"
         name = type(self._first).__name__
         decoder = name_of_decoder()
-        how = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
-        if decoder:
-            how = f"{decoder} decodes the region of {name}"
-        return f"{how}; of JPEGs with restart markers, only the part around {name} is decoded"
+        if decoder is None:
+            return "whole images are decoded: pip install 'fastload-torch[regions]' decodes regions of JPEGs"
+        return f"{decoder} decodes the region of {name}"
 
     def __call__(self, **data: Any) -> dict[str, Any]:
         """The pipeline's output for these targets, of which `image` is an `EncodedImage`; see `run`."""

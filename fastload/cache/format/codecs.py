@@ -9,7 +9,6 @@ Rules:
 3. NumPy and Pillow are imported only when they are used: the command line offers the codecs without them.
 4. Decoding returns exactly the leaf's shape and dtype, or raises CacheCorruptError; a truncated file is never
    decoded.
-5. jpeg files have restart markers, which change no pixel, so a crop decodes only the part around it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ BEST_QUALITY = 100
 
 # Of an image handed out undecoded: crops of smaller ones are no faster than the whole.
 _MIN_PIXELS = 1 << 16
-_MCU_SIDE = 16  # of the JPEGs that Pillow writes by default (4:2:0), in pixels
 _MAX_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
 _RIFF_BYTES = 8  # at the start of a RIFF file, which the length in its header does not count
 
@@ -52,10 +50,7 @@ class _Codec:
 
 
 def _jpeg_options(width: int, quality: int) -> dict[str, Any]:
-    from fastload.images.restart_markers import choose_interval
-
-    interval = choose_interval(-(-width // _MCU_SIDE))
-    return {"quality": quality, "subsampling": "4:2:0", "restart_marker_blocks": interval}
+    return {"quality": quality, "subsampling": "4:2:0"}
 
 
 def _is_whole_riff(payload: bytes) -> bool:
@@ -97,13 +92,9 @@ def codec_of_leaf(codec: str, leaf: Leaf) -> str:
     """The encoding of this leaf by a codec; see the rules above."""
     if codec == "raw" or leaf.kind != "array" or leaf.dtype != "|u1" or len(leaf.shape) not in (2, 3):
         return "raw"
-    from fastload.images.jpeg import MAX_PIXELS
-
     height, width = leaf.shape[:2]
     channels = leaf.shape[2] if len(leaf.shape) == 3 else 1
     if channels not in (1, 3) or not 0 < height <= _MAX_SIDE or not 0 < width <= _MAX_SIDE:
-        return "raw"
-    if height * width > MAX_PIXELS:
         return "raw"
     return "png" if channels == 1 else codec
 
@@ -127,13 +118,10 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
 def encoded_image(codec: str, payload: memoryview, leaf: Leaf) -> EncodedImage | None:
     """An image file as an undecoded image; None if `decode_image` should decode it now."""
     from fastload.images.encoded import EncodedImage
-    from fastload.images.jpeg import parse_jpeg
 
     if codec != "jpeg" or leaf.shape[0] * leaf.shape[1] < _MIN_PIXELS:
         return None
-    header = parse_jpeg(payload)
-    is_of_leaf = header is not None and (header.height, header.width, len(header.sampling)) == leaf.shape
-    return EncodedImage.of(payload, None) if is_of_leaf else None
+    return EncodedImage.of(payload, None)
 
 
 def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
@@ -145,18 +133,10 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
     import numpy as np
     from PIL import Image
 
-    from fastload.images.jpeg import decode_jpeg, parse_jpeg
-
     if not _IMAGES[codec].is_whole(payload):
         raise CacheCorruptError(f"a record's {codec} image of {len(payload):,} bytes is cut short")
     channels = leaf.shape[2] if len(leaf.shape) == 3 else 1
     mode = "RGB" if channels == 3 else "L"
-    header = parse_jpeg(payload)
-    if header is not None and len(header.sampling) == 3 and (header.height, header.width, 3) == leaf.shape:
-        array = decode_jpeg(payload, header)
-        if array is not None:
-            array.flags.writeable = False
-            return array
     try:
         with Image.open(io.BytesIO(payload), formats=[codec.upper()]) as image:
             if (image.height, image.width) != leaf.shape[:2] or image.mode != mode:
