@@ -45,10 +45,10 @@ from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.format.undecoded import decode_images, holds_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiered_cache import NoCache, TieredCache
 from fastload.cache.transform import TransformCaller
 from fastload.errors import (
     CacheMismatchError,
@@ -65,7 +65,7 @@ from fastload.system.logs import log, say_once
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
@@ -218,9 +218,7 @@ def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> 
     return caller.call(before, sample, index)
 
 
-def open_cache(
-    cache: str | SampleCache | Sequence[str | SampleCache] | None, request: CacheRequest
-) -> OpenedCache:
+def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> OpenedCache:
     """The requested cache.
 
     Raises:
@@ -239,7 +237,7 @@ def open_cache(
         log.info("cache: none, every access reads the dataset")
         return OpenedCache(NoCache(len(dataset), "of cache=None"), source, holds_images=pre_transform is None)
     samples = _Samples(request, source)
-    opened = (_open_pair if isinstance(cache, (list, tuple)) else _open_one)(samples, cache)
+    opened = _open_one(samples, cache)
     jpegs = None
     if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
         jpegs, samples.holds_images = opened, True
@@ -255,10 +253,10 @@ def open_cache(
 # To add a kind of cache, add its name, or its prefix, and what opens it.
 def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if cache == "ram":
-        return _ram_cache(samples, samples.fingerprint)
+        return _ram_cache(samples)
     if cache == "ram-encoded":
         samples.leave_undecoded('cache="ram-encoded"')
-        return _ram_cache(samples, samples.fingerprint)
+        return _ram_cache(samples)
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
@@ -274,6 +272,10 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
         if isinstance(cache, str) and cache.startswith("ram:"):
             hint = f'for a limit, pass cache="ram", max_memory="{cache.removeprefix("ram:")}"'
+        if isinstance(cache, (list, tuple)):
+            hint = (
+                "pass one of these: the system keeps in memory what it reads of a file, where there is room"
+            )
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):
@@ -299,30 +301,18 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     return _checked_lmdb(samples, opened_lmdb(path))
 
 
-_USAGE = 'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", None or a cache object'
-
-
-def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
-    if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded", None):
-        raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
-    backing = _open_one(samples, pair[1])
-    shared_as = samples.fingerprint
-    if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
-        # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
-        shared_as = fingerprint_of(LMDBDataset(backing))
-    ram = _ram_cache(samples, shared_as)
-    return backing if isinstance(ram, NoCache) else TieredCache(ram, backing)
+_USAGE = 'pass "ram", "lmdb:PATH", "ram-encoded", None or a cache object'
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
 
 
-def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SharedMemoryCache | NoCache:
+def _ram_cache(samples: _Samples) -> SharedMemoryCache | NoCache:
     """The cache that another process holds, or a new one; none, with a warning, without shared memory."""
     reason = segment.why_unsupported()
     if reason is None:
         try:
-            return _shared_cache(samples, shared_as)
+            return _shared_cache(samples, samples.fingerprint)
         except SharedMemoryError as error:
             reason = str(error)
     samples.examine()
@@ -449,14 +439,14 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
         return
     figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
     if samples.examples and max_bytes is not None:
-        examples, ram = samples.examples.values(), cache.ram if isinstance(cache, TieredCache) else cache
+        examples = samples.examples.values()
         sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
         needed = f"about {readable_size(sample_bytes * num_samples)}"
-        fit = getattr(ram, "capacity", None)
+        fit = getattr(cache, "capacity", None)
         if fit is None:
             fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
         figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
-        is_own = not isinstance(ram, SharedMemoryCache) or ram.origin.pid == os.getpid()
+        is_own = not isinstance(cache, SharedMemoryCache) or cache.origin.pid == os.getpid()
         if is_own and samples.bytes_in_memory:
             log.warning(
                 "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
@@ -466,8 +456,8 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
             )
         if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
             shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
-            if isinstance(ram, SharedMemoryCache):
-                ram.expect_short()
+            if isinstance(cache, SharedMemoryCache):
+                cache.expect_short()
     log.info(
         "cache: %s layout, %s, at most %s; %s",
         cache.layout,

@@ -174,8 +174,8 @@ def test_a_cache_on_disk_is_built_and_opened_whichever_sample_is_damaged(
         assert build_lmdb(source, tmp_path / name, **SKIP).num_cached == 20 - len(bad)
         ds = CachedDataset(source, cache=f"lmdb:{tmp_path / name}")
         assert_same_samples(ds[4], Images().sample(4))
-        assert len(CachedDataset.from_cache(tmp_path / name, ram=True)) == 20 - len(bad)
-        repaired = CachedDataset(BrokenImages(version=version), cache=["ram", f"lmdb:{tmp_path / name}"])
+        assert len(CachedDataset.from_cache(tmp_path / name)) == 20 - len(bad)
+        repaired = CachedDataset(BrokenImages(version=version), cache=f"lmdb:{tmp_path / name}")
         assert_same_samples(repaired[bad[0]], Images().sample(bad[0]))
 
 

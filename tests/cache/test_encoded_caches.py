@@ -22,7 +22,6 @@ from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.format.undecoded import decode_images
 from fastload.cli import main
 from fastload.errors import CacheMismatchError, ImageReadError
-from fastload.images import regions
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
 from tests.cache.zoo import Files, Made
@@ -47,7 +46,7 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
         path = tmp_path / "source.lmdb"
         if not path.exists():
             build_lmdb(encoded_source(dataset), path, codec="source", num_workers=0).close()
-        return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
+        return CachedDataset.from_cache(path, transform, **options)
     cache = {"none": None, "part of the files": "ram-encoded"}.get(name, name)
     max_memory = SMALL_BUDGET if name == "part of the files" else 1 << 24
     return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
@@ -79,7 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
         *(("ram-encoded", way) for way in ("fork", "forkserver")),
         *(("part of the files", way) for way in ("threads", "fork", "torch's")),
         *((name, "no workers") for name in ("ram", "lmdb")),
-        *(("none", "fork"), ("lmdb", "threads"), ("ram over lmdb", "fork")),
+        *(("none", "fork"), ("lmdb", "threads"), ("lmdb", "fork")),
     ],
 )
 def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, tmp_path: Path) -> None:
@@ -210,8 +209,6 @@ def test_refusals(photos: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=said):
             CachedDataset(dataset, cache="ram-encoded", **options)
-    with pytest.raises(ValueError, match=r'pass "ram", .*\["ram", "lmdb:PATH"\], "ram-encoded"'):
-        CachedDataset(folder, cache=["ram", "ram-encoded"])
     arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
     with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
         build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
@@ -280,25 +277,6 @@ def test_files_of_any_kind_are_kept(damaged: Path, tmp_path: Path) -> None:
     for index, path in enumerate(paths):
         if index != 2:
             assert ds._view(index)[0].content() == path.read_bytes()
-
-
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_crops_of_a_file_of_jpegs_decode_their_part(num_workers: int, tmp_path: Path) -> None:
-    """The batches are those of decoded images; a cache in RAM before the file holds decoded ones."""
-    path = tmp_path / "jpegs.lmdb"
-    # Pictures that are worth decoding in part.
-    dataset = Made(lambda i: (np.roll(noise(260, 300), 9 * i, axis=1), i), 6)
-    build_lmdb(dataset, path, codec="jpeg", num_workers=0).close()
-    ds, in_ram = (CachedDataset.from_cache(path, pipeline(), ram=ram) for ram in (False, True))
-    beside = CachedDataset(dataset, pipeline(), cache=f"lmdb:{path}")
-
-    assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
-    assert type(in_ram._view(2)[0]) is np.ndarray
-    assert ds.explain().endswith("decodes the region of RandomCrop") or regions.name_of_decoder() is None
-    assert_same_samples(CachedDataset.from_cache(path)[2], in_ram._lend(2))
-    expected = batches_of(in_ram, num_workers=num_workers)
-    assert_same_samples(batches_of(ds, num_workers=num_workers), expected)
-    assert_same_samples(batches_of(beside, num_workers=num_workers), expected)
 
 
 def test_a_file_of_sources_knows_its_samples_in_another_place(photos: Path, tmp_path: Path) -> None:

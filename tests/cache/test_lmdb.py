@@ -167,7 +167,7 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
 def test_a_worker_of_the_fork_server_knows_the_namedtuples_of_its_parent(tmp_path: Path) -> None:
     """Nothing else takes the module of their class to a process that has no source."""
     build_lmdb(Made(lambda i: Triple(np.eye(3), 0, i), 8), tmp_path / "cache", num_workers=0, progress=False)
-    dataset = CachedDataset.from_cache(tmp_path / "cache", ram=True)
+    dataset = CachedDataset.from_cache(tmp_path / "cache")
     batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="forkserver"))
     assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
     assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -98,7 +98,7 @@ def test_the_named_image_alone_changes(form: str, codec: Any, tmp_path: Path) ->
     build_lmdb(source, tmp_path / "a", num_workers=0, **options).close()
     cache = LMDBCache(tmp_path / "a")
     check_exact_but_for_the_image(cache, source)
-    ds = CachedDataset.from_cache(tmp_path / "a", ram=True)
+    ds = CachedDataset.from_cache(tmp_path / "a")
     np.testing.assert_array_equal(arrays(ds[1])[1], mask(1))
     assert cache.nbytes < 4 * 300 * 280 * 3
 

@@ -83,11 +83,9 @@ SOURCES: dict[str, Any] = {
     "subset of a remote folder": lambda photos, url: Subset(ImageFolder(url), range(SIZE)),
 }
 ENCODED = ("files", "folder", "remote folder", "subset of a remote folder")
-CACHES = ("none", "ram", "lmdb", "ram over lmdb")
+CACHES = ("none", "ram", "lmdb")
 CASES = [(cache, source) for source in SOURCES for cache in CACHES] + [
-    (cache, source)
-    for source in ENCODED
-    for cache in ("ram-encoded", "lmdb of files", "ram over lmdb of files")
+    (cache, source) for source in ENCODED for cache in ("ram-encoded", "lmdb of files")
 ]
 
 
@@ -103,7 +101,7 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
         path = tmp_path / "cache"
         if name.endswith("of files"):
             build_lmdb(encoded_source(source), path, codec="source", num_workers=0, progress=False)
-        on_disk = ["ram", f"lmdb:{path}"] if name.startswith("ram over") else f"lmdb:{path}"
+        on_disk = f"lmdb:{path}"
         in_memory: Any = {"none": None, "ram": "ram", "ram-encoded": "ram-encoded"}
         cache = in_memory.get(name, on_disk)
         if cache is on_disk and not path.exists():
