@@ -26,12 +26,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.source import positions_of, read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.no_cache import NoCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
+from fastload.images.encoded import decoded
 from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
@@ -106,8 +106,8 @@ class CachedDataset(Dataset[Any]):
             process builds it, this one waits), `"lmdb:s3://..."` or
             any other URL (downloaded once per host; `fastload cache build` must have built it), or a cache
             object.
-            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them on every access. None stores nothing, and reads the dataset every time.
+            None stores nothing, and reads the dataset every time; of an ImageFolder's JPEGs, only the region
+            is decoded that a pipeline of albumentations begins by cropping (with the extra `regions`).
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
@@ -191,8 +191,8 @@ class CachedDataset(Dataset[Any]):
             opened = open_cache(cache, request)
         except FilesSeenError:
             files = RememberedFiles(len(dataset), max_memory, cast("str", cache))
-            opened = OpenedCache(files, dataset, holds_images=False)
-        self.cache, self._source, self._holds_images, self._jpegs = opened
+            opened = OpenedCache(files, dataset)
+        self.cache, self._source, self._holds_images = opened
         self._files = self.cache if isinstance(self.cache, RememberedFiles) else None
         self._stores = cache is not None and self._files is None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
@@ -362,7 +362,7 @@ class CachedDataset(Dataset[Any]):
         Arrays that come from the cache are read-only views of its memory.
         """
         sample = self._view(index)
-        return decode_images(sample) if self._holds_images else sample
+        return decoded(sample) if self._holds_images else sample
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
@@ -382,8 +382,8 @@ class CachedDataset(Dataset[Any]):
     def _view(self, index: int) -> Any:
         """The sample before the transform, without a copy if it is cached.
 
-        Arrays are read-only, and valid as long as they are referenced; tensors are private copies. Images
-        that the cache stores undecoded are `EncodedImage` objects.
+        Arrays are read-only, and valid as long as they are referenced; tensors are private copies. The image
+        is an `EncodedImage` if the source has undecoded ones.
 
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
@@ -396,8 +396,7 @@ class CachedDataset(Dataset[Any]):
                     f"index {position} is out of range: the dataset has {self._num_samples} samples"
                 )
             position += self._num_samples
-        jpegs = self._jpegs
-        sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
+        sample = self.cache.get(position)
         if sample is None:
             return self._read(position)
         cache_counts.hits += 1

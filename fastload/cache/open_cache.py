@@ -30,10 +30,9 @@ import numpy as np
 from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
-from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
+from fastload.cache.build.sources import MappedDataset, encoded_source
 from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.file_cache import listening
-from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
@@ -42,7 +41,6 @@ from fastload.cache.format.fingerprint import (
 )
 from fastload.cache.format.record import encode
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.format.undecoded import decode_images, holds_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.no_cache import NoCache
@@ -58,7 +56,7 @@ from fastload.errors import (
 )
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, leaves, structure_of
+from fastload.nested.tree import first_difference, leaves
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
@@ -83,14 +81,12 @@ class OpenedCache(NamedTuple):
     Attributes:
         cache: The cache.
         source: The dataset after its deterministic part; its samples are cached.
-        holds_images: Whether samples can hold undecoded images.
-        jpegs: The cache, if its images are jpegs, decoded on every access.
+        holds_images: Whether the source has undecoded images.
     """
 
     cache: SampleCache
     source: Any
-    holds_images: bool
-    jpegs: LMDBCache | LMDBDataset | None = None
+    holds_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +117,6 @@ class _Samples:
     Attributes:
         request: The user's arguments.
         source: The dataset after its deterministic part.
-        is_encoded: Whether the source returns undecoded images, where the dataset returns decoded ones.
-        holds_images: Whether samples can hold undecoded images.
         examples: Samples that were already read from the source, by index.
         is_examined: Whether it is known that the samples are not random, and can be cached.
         bytes_in_memory: Of the arrays that hold the samples in memory already; 0 if none was seen.
@@ -130,8 +124,6 @@ class _Samples:
 
     request: CacheRequest
     source: Any
-    is_encoded: bool = False
-    holds_images: bool = False
     examples: dict[int, Any] = field(default_factory=dict)
     is_examined: bool = False
     bytes_in_memory: int = 0
@@ -143,33 +135,7 @@ class _Samples:
     @property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, and is the name of their cache in RAM; None if nothing does."""
-        fingerprint = self.request.fingerprint
-        return fingerprint.of_encoded() if fingerprint is not None and self.is_encoded else fingerprint
-
-    def leave_undecoded(self, cache: str) -> None:
-        """Read the samples with undecoded images; call it before the first one is read.
-
-        Args:
-            cache: The user's name for the cache that needs them, for errors.
-
-        Raises:
-            ValueError: The dataset has none, or `pre_transform` needs decoded ones.
-        """
-        dataset = self.request.dataset
-        if self.request.pre_transform is not None:
-            raise ValueError(
-                f"{cache} stores images before they are decoded, but pre_transform= works on decoded ones: "
-                "omit pre_transform=, and do this in transform="
-            )
-        self.source = source = encoded_source(dataset)
-        self.is_encoded = self.holds_images = True
-        index, example = next(readable(source, functools.partial(read_unnoticed, source)), (0, None))
-        if len(self) and not holds_images(example):
-            raise ValueError(
-                f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[{index}] is "
-                f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
-                "or use fastload.ImageFolder"
-            )
+        return self.request.fingerprint
 
     def examine(self) -> list[Any]:
         """Read a few samples, most of them twice, unless this was done before; see `probe`.
@@ -212,7 +178,7 @@ def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset
 
 
 def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
-    sample = decode_images(dataset[index])
+    sample = dataset[index]
     # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
     before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
     return caller.call(before, sample, index)
@@ -230,21 +196,18 @@ def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> Opened
     dataset, pre_transform = request.dataset, request.pre_transform
     check_memory(request.max_memory, name="max_memory")  # raises before anything is read
     check_key(request.key)
-    source = decoded_source(dataset) if pre_transform is None else pre_transformed(dataset, pre_transform)
+    source = dataset if pre_transform is None else pre_transformed(dataset, pre_transform)
     if cache is None:
-        if pre_transform is None:
-            source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
-        return OpenedCache(NoCache(len(dataset), "of cache=None"), source, holds_images=pre_transform is None)
+        encoded = encoded_source(dataset) if pre_transform is None else dataset
+        source = source if encoded is dataset else encoded
+        return OpenedCache(NoCache(len(dataset), "of cache=None"), source, encoded is not dataset)
     samples = _Samples(request, source)
     opened = _open_one(samples, cache)
-    jpegs = None
-    if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
-        jpegs, samples.holds_images = opened, True
     for index, sample in samples.examples.items():
         opened.put(index, sample)
     _report(opened, samples)
-    return OpenedCache(opened, samples.source, samples.holds_images, jpegs)
+    return OpenedCache(opened, samples.source)
 
 
 # --- the kinds of caches ---------------------------------------------------------------------------------
@@ -254,15 +217,11 @@ def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> Opened
 def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if cache == "ram":
         return _ram_cache(samples)
-    if cache == "ram-encoded":
-        samples.leave_undecoded('cache="ram-encoded"')
-        return _ram_cache(samples)
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
         return _checked_lmdb(samples, cache)
     if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
-        samples.holds_images = cache.description.codec == SOURCE
         return cache
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_location = isinstance(cache, str) and (
@@ -272,10 +231,13 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
         if isinstance(cache, str) and cache.startswith("ram:"):
             hint = f'for a limit, pass cache="ram", max_memory="{cache.removeprefix("ram:")}"'
-        if isinstance(cache, (list, tuple)):
+        if cache == "ram-encoded":
             hint = (
-                "pass one of these: the system keeps in memory what it reads of a file, where there is room"
+                "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in "
+                "transform= with fastload.decode_image"
             )
+        if isinstance(cache, (list, tuple)):
+            hint = "pass one of these: the system keeps in memory what it reads of a file, if there is room"
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):
@@ -301,7 +263,7 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     return _checked_lmdb(samples, opened_lmdb(path))
 
 
-_USAGE = 'pass "ram", "lmdb:PATH", "ram-encoded", None or a cache object'
+_USAGE = 'pass "ram", "lmdb:PATH", None or a cache object'
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
@@ -400,8 +362,6 @@ def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
 
 def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -> LMDBCache:
     """The cache, after it was compared with the samples."""
-    if cache.description.codec == SOURCE:
-        samples.leave_undecoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
     elif len(samples) and samples.fingerprint.needs_key:

@@ -98,6 +98,42 @@ def decode(
     return _opened(source, path, lambda image: _read(image, size))
 
 
+def decode_image(data: bytes | bytearray | memoryview | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Decode the content of an image file as `read_image` reads the file.
+
+    Args:
+        data: The bytes, or an array ``(num_bytes,) uint8`` of them, as ``ImageFolder(decode=False)`` has.
+
+    Returns:
+        A new, writable, C-contiguous array `(H, W, 3) uint8` RGB that the caller owns.
+
+    Raises:
+        ImageReadError: if the content is empty, cut short, implausibly large or not an image.
+        TypeError: if ``data`` is of another type, shape or dtype.
+    """
+    is_array = isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1
+    if not is_array and not isinstance(data, (bytes, bytearray, memoryview)):
+        expected = "data should be the content of an image file, as bytes or as an array (num_bytes,) uint8"
+        is_array = isinstance(data, np.ndarray)
+        found = f"an array {data.shape} {data.dtype}" if is_array else short_repr(data)
+        raise TypeError(f"{expected}, but got {found}: for a path, use fastload.read_image")
+    content = bytes(data)
+    return decode(content, f"<{len(content):,} bytes>")
+
+
+def read_file(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file.
+
+    Raises:
+        ImageReadError: if it cannot be read.
+    """
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.readall()
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise ImageReadError(path, getattr(error, "strerror", None) or str(error)) from error
+
+
 def read_header(source: Source, path: str | os.PathLike[str]) -> ImageHeader:
     """Read the header of a file, or of the content of a file.
 

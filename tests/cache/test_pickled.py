@@ -180,7 +180,6 @@ def every_kind(folder: Path) -> dict[str, CachedDataset]:
         "pre_transform": CachedDataset(Images(8), pre_transform=darker),
         "namedtuples": CachedDataset(Everything(8)),
         "a pipeline": CachedDataset(photos, crop),
-        "encoded": CachedDataset(photos, crop, cache="ram-encoded"),
         "none": CachedDataset(photos, crop, cache=None),
         "file": CachedDataset(Images(8), cache=file),
         "from file": CachedDataset.from_cache(folder / "cache"),

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 
 from fastload.errors import ImageReadError
 from fastload.images import jpeg
-from fastload.images.decode import decode, read_image
+from fastload.images.decode import decode, decode_image, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.images.jpeg import opencv_pixels
 from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
@@ -251,7 +251,7 @@ def test_damage_has_pillows_outcome(kind: str, orientation: int, doubled: Any, d
     expected = outcome(of_pillow, bytes(content))
     assert outcome(lambda file: decode(file, "x"), bytes(content)) == expected
     if expected[0] != "raised":
-        assert EncodedImage(bytes(content)).shape == expected[0]
+        assert EncodedImage("x", bytes(content)).shape == expected[0]
 
 
 @pytest.mark.parametrize("has_rgb", [True, False], ids=["other pixels", "before 4.11"])
@@ -274,6 +274,38 @@ def test_an_opencv_that_is_not_as_pillow_is_not_used(monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(decode(image_file("4:2:0"), "x"), of_pillow(image_file("4:2:0")))
     finally:
         jpeg._decoder.cache_clear()
+
+
+# --- the content of a file ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "grey", "png"])
+def test_decode_image_has_the_pixels_of_read_image(kind: str, tmp_path: Path) -> None:
+    """Of bytes, and of arrays of them, read-only or with gaps; the result is new and writable."""
+    content, path = image_file(kind, orientation=6), tmp_path / "a"
+    path.write_bytes(content)
+    array = np.frombuffer(content, np.uint8)
+    gaps = np.repeat(array, 2)[::2]
+    for data in (content, bytearray(content), memoryview(content), array, gaps):
+        image = decode_image(data)
+        assert np.array_equal(image, read_image(path))
+        assert image.flags.writeable
+
+
+def test_decode_image_says_what_it_got() -> None:
+    """The number of bytes of what is no image, and the type, shape and dtype of what is no content."""
+    for data, said in ((b"", "0 bytes.*empty"), (bytes(1234), "1,234 bytes.*not an image of a format")):
+        with pytest.raises(ImageReadError, match=said):
+            decode_image(data)
+    with pytest.raises(ImageReadError, match="truncated"):
+        decode_image(np.frombuffer(image_file("4:2:0"), np.uint8)[:-300])
+    for wrong, said in (
+        ("a.jpg", r"got 'a\.jpg': for a path, use fastload\.read_image"),
+        (np.zeros((4, 4, 3), np.uint8), r"got an array \(4, 4, 3\) uint8"),
+        (np.zeros(9, np.int8), r"got an array \(9,\) int8"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            decode_image(wrong)  # type: ignore[arg-type]
 
 
 # --- bad files --------------------------------------------------------------------------------------------
@@ -316,7 +348,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: st
     with pytest.raises(ImageReadError, match=reason) as caught:
         read_image(path)
     with pytest.raises(ImageReadError) as of_encoded:
-        EncodedImage(path).decode()
+        EncodedImage(str(path)).decode()
     error, copy = caught.value, pickle.loads(pickle.dumps(caught.value))
     assert error.path == str(path)
     assert repr(str(path)) in str(error) == str(of_encoded.value)
@@ -324,7 +356,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: st
     assert (copy.path, copy.reason, str(copy)) == (error.path, error.reason, str(error))
     if not content or name == "text.jpg":  # has no header
         with pytest.raises(ImageReadError) as of_shape:
-            _ = EncodedImage(path).shape
+            _ = EncodedImage(str(path)).shape
         assert str(of_shape.value) == str(error)
 
 
@@ -336,7 +368,7 @@ def test_a_file_cut_anywhere_is_an_error(kind: str, tmp_path: Path) -> None:
     for end in {0, 1, 2, 3, 20, *range(30, len(content), len(content) // 40), len(content) - 1}:
         path.write_bytes(content[:end])
         found = []
-        for read in (lambda: read_image(path), lambda: EncodedImage(path).decode((1, 1, 9, 9))):
+        for read in (lambda: read_image(path), lambda: EncodedImage(str(path)).decode((1, 1, 9, 9))):
             try:
                 found.append(read() is None)
             except ImageReadError as error:

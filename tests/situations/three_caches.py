@@ -4,7 +4,7 @@ import fastload
 
 photos = fastload.ImageFolder("photos")
 train = fastload.CachedDataset(photos, cache="ram")
-val = fastload.CachedDataset(photos, cache="ram-encoded")
+val = fastload.CachedDataset(photos, cache=None)
 test = fastload.CachedDataset(photos, cache="lmdb:test.lmdb")
 small = fastload.CachedDataset(fastload.ImageFolder("photos", size=(8, 8)), cache="lmdb:small.lmdb")
 for epoch in range(2):
