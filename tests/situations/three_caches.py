@@ -16,4 +16,4 @@ for epoch in range(2):
             assert (labels == (images[:, 0, 0, 0] >= 120)).all()
             values += images[:, 0, 0, 0].tolist()
         assert values == [6 * number for number in range(40)]
-assert [one.cache_info().num_cached for one in (train, val, test, small)] == [40] * 4
+assert [one.cache_info().num_cached for one in (train, val, test, small)] == [40, 0, 40, 40]
