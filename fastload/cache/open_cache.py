@@ -199,9 +199,8 @@ def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> Opened
     source = dataset if pre_transform is None else pre_transformed(dataset, pre_transform)
     if cache is None:
         log.info("cache: none, every access reads the dataset")
-        encoded = encoded_source(dataset) if pre_transform is None else dataset
-        source = source if encoded is dataset else encoded
-        return OpenedCache(NoCache(len(dataset), "of cache=None"), source, encoded is not dataset)
+        encoded = encoded_source(source)
+        return OpenedCache(NoCache(len(dataset), "of cache=None"), encoded, encoded is not source)
     samples = _Samples(request, source)
     opened = _open_one(samples, cache)
     for index, sample in samples.examples.items():

@@ -62,7 +62,7 @@ def read_image(
 
     Gray, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte, the
     EXIF orientation is applied, and the first frame of an animation is read. Calling this function switches
-    off Pillow's warnings about damaged metadata in this process.
+    off Pillow's warnings about damaged metadata in this process; those about too many pixels stay.
 
     Args:
         path: The file.
