@@ -145,7 +145,7 @@ def suggested(kind: str, dataset: Any, free_bytes: int) -> dict[str, str]:
         (zoo.SlowRead(), 1, {"lmdb"}),
         (zoo.Quick(A.Compose([A.Normalize(), A.ToTensorV2()])), 1 << 40, {"uint8"}),
     ],
-    ids=["ram", "jpeg", "lmdb", "uint8"],
+    ids=["ram", "disk", "lmdb", "uint8"],
 )
 def test_advised_code_runs_as_printed(
     dataset: Any, free_bytes: int, changes: set[str], tmp_path: Path, no_minimum: None, monkeypatch: Any
