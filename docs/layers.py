@@ -25,21 +25,21 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (406, 420),
+    "loader errors version __init__ __main__": (404, 420),
     "epochs": (2036, 1050),
     "workers": (2081, 1150),
-    "batch": (1478, 800),
-    "cache": (6661, 2600),
+    "batch": (1471, 800),
+    "cache": (6253, 2600),
     "readers": (2908, 1200),
-    "images files": (1592, 600),
-    "augmentation": (531, 800),
-    "nested": (884, 620),
+    "images files": (1400, 600),
+    "augmentation": (519, 800),
+    "nested": (862, 620),
     "rng": (1009, 750),
     "device transforms": (1353, 1150),
     "memory system": (1774, 1350),
     "training": (519, 420),
-    "profiling bench": (2319, 900),
-    "cli integrations": (1844, 1000),
+    "profiling bench": (2312, 900),
+    "cli integrations": (1803, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

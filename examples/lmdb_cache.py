@@ -23,7 +23,6 @@ def train(folder: Path, file: Path) -> None:
     transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])
     # The first run builds the file, in one process per CPU; CachedDataset.build takes another number. A
     # later run opens it, or completes the build.
-    # With cache=["ram", f"lmdb:{file}"], a sample that was read from the file once stays in RAM.
     dataset = fastload.CachedDataset(photos, transform, cache=f"lmdb:{file}")
     loader = fastload.DataLoader(
         dataset, batch_size=8, shuffle=True, num_workers=2, memory_format=torch.channels_last
@@ -42,7 +41,7 @@ def train(folder: Path, file: Path) -> None:
 
 def open_without_the_images(file: Path) -> fastload.CachedDataset:
     """A finished file is a dataset by itself: the folder of images is not needed any more."""
-    return fastload.CachedDataset.from_cache(file, ram=True)
+    return fastload.CachedDataset.from_cache(file)
 
 
 # --- The template ends here. The rest runs it, and compares the file with the images. -----------------------

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.errors import FastloadError as FastloadError
+    from fastload.images.decode import decode_image as decode_image
     from fastload.images.decode import read_image as read_image
-    from fastload.images.encoded import EncodedImage as EncodedImage
     from fastload.images.folder import ImageFolder as ImageFolder
     from fastload.integrations.patch import patch_torch as patch_torch, unpatch_torch as unpatch_torch
     from fastload.loader import DataLoader as DataLoader
@@ -45,8 +45,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "epochs.node_partition": ("NodePartitionSampler",),
             "epochs.stats": ("LoaderStats",),
             "errors": ("FastloadError",),
-            "images.decode": ("read_image",),
-            "images.encoded": ("EncodedImage",),
+            "images.decode": ("decode_image", "read_image"),
             "images.folder": ("ImageFolder",),
             "integrations.patch": ("patch_torch", "unpatch_torch"),
             "loader": ("DataLoader",),

@@ -71,10 +71,6 @@ class UnsupportedSampleError(CacheError, TypeError):
     """A sample contains a value that cannot be cached; the message names its path in the sample."""
 
 
-class BuildRefusedError(CacheError, ValueError):
-    """Options of a build do not fit the samples, such as a codec; the message says what to change."""
-
-
 class CacheMismatchError(CacheError, ValueError):
     """The cache was made from a different source; the message says which part differs."""
 

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache.build import inventory
 from fastload.cache.file_cache import forget_stores
-from fastload.cache.format.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import file_store
 from fastload.cache.ram.file_store import open_store
@@ -197,10 +196,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # options
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),
-    ("cache build ZOO made --quality 90", 2, "--quality is for jpeg and webp"),
     ("cache build ZOO made --max-errors 9", 2, "--max-errors is for --on-error skip: add it, or omit"),
-    ("cache build ZOO made --codec jpg", 2, "raw, jpeg, .* or source, but got 'jpg': did you mean jpeg[?]$"),
-    ("cache build ZOO made --codec jpeg --quality 200", 2, "a whole number from 1 to 100, but got '200'$"),
     ("cache build ZOO made --shards 0", 2, "--shards should be a whole number from 1 on, but got '0'$"),
     ("cache build ZOO made --shards 1.5", 2, "--shards should be a whole number from 1 on, but got '1.5'$"),
     ("cache build ZOO made --num-workers -1", 2, "--num-workers should be a whole .* 0 on, but got '-1'$"),
@@ -214,7 +210,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --by files", 2, "sample or file, but got 'files': did you mean file[?]$"),
     ("cache build ZOO made more", 2, "fastload cache build takes no further argument, but got more$"),
     ("cache build ZOO made --upload here", 2, "--upload should be a URL such as"),
-    ("cache build ZOO made --codec jpeg --lossy-leaf x", 2, '^UsageError: codec "jpeg" changes pixels'),
     ("cache prune --days many", 2, "--days should be a number from 0 on, but got 'many'$"),
     ("cache prune --days nan", 2, "--days should be a number from 0 on, but got 'nan'$"),
     ("cach ls", 2, "there is no command 'cach': did you mean cache[?]$"),
@@ -380,7 +375,7 @@ for commands in (HELP, ON_DISK, IN_MEMORY):
 @pytest.mark.slow
 def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
-    one, two = built(tmp_path / "a", "--codec", "png"), built(tmp_path / "b")
+    one, two = built(tmp_path / "a"), built(tmp_path / "b")
     samples = [(torch.arange(9), 0)]
     cached = fastload.CachedDataset(samples, cache_key="listed without torch", max_memory="1MB")
     assert cached[0][0].tolist() == list(range(9))
@@ -411,7 +406,6 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
     assert listed == ["0", "1", "2", "3", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
-    assert "|".join(CACHE_CODECS) in re.sub(r"\s", "", run("build", "--help").stdout)  # what --codec offers
 
 
 COMMANDS = {
@@ -438,7 +432,7 @@ def test_each_help_ends_with_the_exit_codes(command: str) -> None:
 
 def test_an_option_without_its_value_is_named() -> None:
     """At the end of the line, where nothing can be taken for the value."""
-    for option in ("--size", "--codec", "--num-workers"):
+    for option in ("--size", "--num-workers"):
         result = run("build", ZOO, "made", option)
         assert (result.exit_code, result.stderr) == (2, f"fastload: error: {option} needs a value\n")
 
@@ -497,7 +491,7 @@ def test_completion_is_installed_for_the_shell_that_runs_the_command(
 def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp_path: Path) -> None:
     """CachedDataset finds every sample of the same folder and size in it; `info` says what it is made of."""
     folder, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png"), tmp_path / "made"
-    done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10", "--codec", "png")
+    done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10")
     assert done.exit_code == 0, done.output
     source = fastload.ImageFolder(folder, size=10)
     opened = fastload.CachedDataset.from_cache(f"{scheme}{dest}")
@@ -509,7 +503,7 @@ def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp
     opened.cache.close(), dataset.cache.close()
 
     facts, text = told("info", f"{scheme}{dest}"), run("info", dest).stdout
-    assert (facts["classes"], facts["codec"], facts["num_shards"]) == (["a", "b"], "png", 1)
+    assert (facts["classes"], facts["num_shards"]) == (["a", "b"], 1)
     assert (facts["num_samples"], facts["nbytes"], facts["parts"]["size"]) == (3, dest.stat().st_size, "10")
     assert "3 of 3 samples" in text
     assert "3 files, digest" in text
@@ -527,16 +521,11 @@ def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
 
 
 def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
-    """MODULE:NAME gives a dataset by whatever NAME is; options such as --codec are passed on."""
-    options = ("--shards", "3", "--codec", "jpeg", "--quality", "80", "--lossy-leaf", "0")
+    """MODULE:NAME gives a dataset by whatever NAME is; options such as --shards are passed on."""
     for name in ("factory", "Plain", "ready"):
-        cache = LMDBCache(built(tmp_path / name, *options, source=f"tests.cli_zoo:{name}"))
+        cache = LMDBCache(built(tmp_path / name, "--shards", "3", source=f"tests.cli_zoo:{name}"))
         assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-        assert (cache.description.num_shards, cache.description.codec, cache.description.quality) == (
-            3,
-            "jpeg",
-            80,
-        )
+        assert cache.description.num_shards == 3
 
 
 @pytest.mark.slow
@@ -544,16 +533,16 @@ def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
 def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     """The same command again has nothing to do; one that does not fit is refused, and --force builds anew."""
     dest = tmp_path / "cache"
-    quiet = run("build", ZOO, dest, "--codec", "png", "--quiet")
+    quiet = run("build", ZOO, dest, "--quiet")
     assert (quiet.exit_code, quiet.output) == (0, "")
     before = dest.stat()
     assert told("build", ZOO, dest)["was_built"] is False
-    refused = told("build", ZOO, dest, "--codec", "raw", code=1)
+    refused = told("build", ZOO, dest, "--shards", "2", code=1)
     assert refused["type"] == "CacheMismatchError"
     assert refused["error"].count("--force") == 1
     assert dest.stat() == before
-    assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
-    assert LMDBCache(dest).description.codec == "raw"
+    assert told("build", ZOO, dest, "--shards", "2", "--force")["was_built"]
+    assert LMDBCache(dest).description.num_shards == 2
     (tmp_path / "half.partial").mkdir()
     assert run("build", ZOO, tmp_path / "half", "--force").exit_code == 0
 
@@ -744,7 +733,7 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
     """Nor the other way around, and a finished cache of samples is left alone."""
     root = images(tmp_path / "photos", "a/1.png")
-    for options in (("--codec", "png"), ("--size", "8"), ("--shards", "2"), ("--strict",), ("--no-wait",)):
+    for options in (("--size", "8"), ("--shards", "2"), ("--strict",), ("--no-wait",)):
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")

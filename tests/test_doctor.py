@@ -190,7 +190,6 @@ def _photos(root: Path, *, num_images: int) -> Path:
     [
         (10**7, 10**9, '"ram"'),
         (800_000, 10**9, '"lmdb:PATH"'),
-        (800_000, 10**4, '"ram-encoded"'),
         (1000, 10**4, "None"),
     ],
 )
@@ -210,7 +209,7 @@ def test_a_source_has_its_bytes_and_the_line_to_use(
     assert "6 samples, estimated from the headers of 4" in text
     assert text.splitlines()[0] == f"use {found['use']}"  # the verdict comes first
     assert f"cache={cache})" in found["use"]
-    by_file = cache if "encoded" not in cache and cache != "None" else None  # it holds decoded pixels
+    by_file = cache if cache != "None" else None
     assert found["loader"] == (f"fastload.DataLoader(dataset, ..., cache={by_file})" if by_file else "")
     made = found["use"].replace("PATH", f"{tmp_path}/photos.lmdb")
     assert len(eval(made, {"fastload": fastload, "transform": None})) == 6

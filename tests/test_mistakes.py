@@ -87,7 +87,15 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a cache of samples": (
         lambda _: DataLoader(DATA, cache="ram-encoded"),
-        'or on disk; "ram-encoded" and lists of caches are for fastload.CachedDataset',
+        'should be "ram", "ram:32G", "lmdb:PATH" or None, but got \'ram-encoded\': a loader remembers files',
+    ),
+    "undecoded files": (
+        lambda _: CachedDataset(DATA, cache="ram-encoded"),
+        "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in transform=",
+    ),
+    "two caches": (
+        lambda _: CachedDataset(DATA, cache=["ram", "lmdb:x"]),  # type: ignore[arg-type]
+        "cache=['ram', 'lmdb:x'] is not a cache: pass one of these: the system keeps in memory what it reads",
     ),
     "a folder": (
         lambda path: CachedDataset.build(DATA, path),

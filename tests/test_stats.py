@@ -222,9 +222,9 @@ def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("wrap", ["torch's", "a user's", "tiers", "tiers and a transform"])
+@pytest.mark.parametrize("wrap", ["torch's", "a user's", "a file", "a file and a transform"])
 def test_every_access_to_a_cached_sample_counts(num_workers: int, wrap: str, tmp_path: Path) -> None:
-    """In datasets at any depth; what the file holds is a hit, whether it is in RAM already or not."""
+    """In datasets at any depth; what a file holds is a hit."""
     dataset = inner = cached()
     if wrap == "torch's":
         dataset = ConcatDataset([Subset(inner, range(11)), Subset(inner, range(11, 22))])
@@ -232,13 +232,13 @@ def test_every_access_to_a_cached_sample_counts(num_workers: int, wrap: str, tmp
         dataset = datasets.Made(lambda index: inner[2 * index] + inner[2 * index + 1], 11)
     else:
         fastload.CachedDataset.build(ROWS, tmp_path / "rows", progress=False).close()
-        transform = None if wrap == "tiers" else torch.clone
-        dataset = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
+        transform = None if wrap == "a file" else torch.clone
+        dataset = fastload.CachedDataset(ROWS, transform, cache=f"lmdb:{tmp_path}/rows")
     with DataLoader(dataset, 4, num_workers=num_workers) as loader:
         for num_epochs in (1, 2):
             list(loader)
             assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22 * num_epochs, 0)
-    if wrap.startswith("tiers"):
+    if wrap.startswith("a file"):
         dataset.cache.close()
 
 

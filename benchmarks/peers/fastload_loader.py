@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import FLIP, NUM_WORKERS, PADDING, Job, Photos, dataset, pipeline
+from common import FLIP, NUM_WORKERS, PADDING, Job, dataset, pipeline
 
 import fastload
 from fastload import transforms
@@ -13,14 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PACKAGE = "fastload-torch"
-
-
-class Files(Photos):
-    """Photographs that are not decoded, as "Images that do not fit into RAM" advises."""
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        path, label = self.photos[index]
-        return fastload.EncodedImage(path), label
 
 
 def epochs(job: Job, variant: str) -> Iterable[Any]:
@@ -33,7 +26,9 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
             transforms.RandomHorizontalFlip(FLIP),
         ]
     if variant == "regions":
-        source = fastload.CachedDataset(Files(job), transform=pipeline(), cache=None)
+        folder = fastload.ImageFolder(Path(job.photos[0][0]).parents[1])
+        folder.samples = job.photos  # type: ignore[assignment]
+        source = fastload.CachedDataset(folder, transform=pipeline(), cache=None)
     elif variant == "batches":
         source.transform = None
     elif variant:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastload.images.encoded import EncodedImage
 from fastload.nested.leaves import suggestion
 from fastload.nested.tree import structure_of
 from fastload.system.notes import add_note
@@ -52,12 +51,6 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
     first = values[0]
     if isinstance(first, (str, bytes)) or _has_users_rule(first):
         return None
-    if isinstance(first, EncodedImage):
-        return (
-            f"{path} is an EncodedImage, which a CachedDataset decodes: give the loader "
-            "fastload.CachedDataset(dataset, transform, cache=None), which stores nothing, or return "
-            "image.decode() from the dataset"
-        )
     is_container = isinstance(first, (Mapping, Sequence))
     if not is_container and not _is_numeric(first):
         kind = type(first)

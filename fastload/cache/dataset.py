@@ -26,12 +26,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.source import positions_of, read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiered_cache import NoCache, TieredCache
+from fastload.cache.no_cache import NoCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
+from fastload.images.encoded import decoded
 from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
@@ -104,10 +104,10 @@ class CachedDataset(Dataset[Any]):
             copy.
         cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist, see `build`; if another
             process builds it, this one waits), `"lmdb:s3://..."` or
-            any other URL (downloaded once per host; `fastload cache build` must have built it),
-            `["ram", "lmdb:PATH"]` (samples read from the file are kept in RAM), or a cache object.
-            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them on every access. None stores nothing, and reads the dataset every time.
+            any other URL (downloaded once per host; `fastload cache build` must have built it), or a cache
+            object.
+            None stores nothing, and reads the dataset every time; of an ImageFolder's JPEGs, only the region
+            is decoded that a pipeline of albumentations begins by cropping (with the extra `regions`).
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
@@ -149,7 +149,7 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         transform: Callable[..., Any] | None = None,
         *,
-        cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
+        cache: str | SampleCache | None = "ram",
         pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
@@ -191,8 +191,8 @@ class CachedDataset(Dataset[Any]):
             opened = open_cache(cache, request)
         except FilesSeenError:
             files = RememberedFiles(len(dataset), max_memory, cast("str", cache))
-            opened = OpenedCache(files, dataset, holds_images=False)
-        self.cache, self._source, self._holds_images, self._jpegs = opened
+            opened = OpenedCache(files, dataset)
+        self.cache, self._source, self._holds_images = opened
         self._files = self.cache if isinstance(self.cache, RememberedFiles) else None
         self._stores = cache is not None and self._files is None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
@@ -253,8 +253,6 @@ class CachedDataset(Dataset[Any]):
         path: str | os.PathLike[str],
         transform: Callable[..., Any] | None = None,
         *,
-        ram: bool = False,
-        max_memory: str | float = "auto",
         storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset; the source is no longer needed.
@@ -266,9 +264,6 @@ class CachedDataset(Dataset[Any]):
             path: The file, or the directory of shards; or the URL of a cache in an object store, which is
                 downloaded once per host.
             transform: The random part, run on every access.
-            ram: Keep samples in RAM once they were read, shared by all processes that read this file with
-                `ram=True`.
-            max_memory: The limit for the cache in RAM.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
@@ -281,12 +276,7 @@ class CachedDataset(Dataset[Any]):
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
         samples = LMDBDataset(LMDBCache(path, storage_options=storage_options))
-        return cls(
-            samples,
-            transform,
-            cache=["ram", samples] if ram else samples,
-            max_memory=max_memory,
-        )
+        return cls(samples, transform, cache=samples)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the transform is of the releases of libraries here; a checkpoint can meet others.
@@ -372,7 +362,7 @@ class CachedDataset(Dataset[Any]):
         Arrays that come from the cache are read-only views of its memory.
         """
         sample = self._view(index)
-        return decode_images(sample) if self._holds_images else sample
+        return decoded(sample) if self._holds_images else sample
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
@@ -392,8 +382,8 @@ class CachedDataset(Dataset[Any]):
     def _view(self, index: int) -> Any:
         """The sample before the transform, without a copy if it is cached.
 
-        Arrays are read-only, and valid as long as they are referenced; tensors are private copies. Images
-        that the cache stores undecoded are `EncodedImage` objects.
+        Arrays are read-only, and valid as long as they are referenced; tensors are private copies. The image
+        is an `EncodedImage` if the source has undecoded ones.
 
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
@@ -406,8 +396,7 @@ class CachedDataset(Dataset[Any]):
                     f"index {position} is out of range: the dataset has {self._num_samples} samples"
                 )
             position += self._num_samples
-        jpegs = self._jpegs
-        sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
+        sample = self.cache.get(position)
         if sample is None:
             return self._read(position)
         cache_counts.hits += 1
@@ -448,7 +437,7 @@ class CachedDataset(Dataset[Any]):
             else:
                 fresh, drawn = self._watch.read(self._source, index)
         except Exception as error:
-            stored = self.cache.backing if isinstance(self.cache, TieredCache) else self.cache
+            stored = self.cache
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
                 add_note(
                     error,

@@ -30,10 +30,9 @@ import numpy as np
 from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
-from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
+from fastload.cache.build.sources import MappedDataset, encoded_source
 from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.file_cache import listening
-from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
@@ -42,13 +41,12 @@ from fastload.cache.format.fingerprint import (
 )
 from fastload.cache.format.record import encode
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.format.undecoded import decode_images, holds_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiered_cache import NoCache, TieredCache
 from fastload.cache.transform import TransformCaller
 from fastload.errors import (
     CacheMismatchError,
@@ -58,14 +56,14 @@ from fastload.errors import (
 )
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, leaves, structure_of
+from fastload.nested.tree import first_difference, leaves
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
@@ -83,14 +81,12 @@ class OpenedCache(NamedTuple):
     Attributes:
         cache: The cache.
         source: The dataset after its deterministic part; its samples are cached.
-        holds_images: Whether samples can hold undecoded images.
-        jpegs: The cache, if its images are jpegs, decoded on every access.
+        holds_images: Whether the source has undecoded images.
     """
 
     cache: SampleCache
     source: Any
-    holds_images: bool
-    jpegs: LMDBCache | LMDBDataset | None = None
+    holds_images: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +117,6 @@ class _Samples:
     Attributes:
         request: The user's arguments.
         source: The dataset after its deterministic part.
-        is_encoded: Whether the source returns undecoded images, where the dataset returns decoded ones.
-        holds_images: Whether samples can hold undecoded images.
         examples: Samples that were already read from the source, by index.
         is_examined: Whether it is known that the samples are not random, and can be cached.
         bytes_in_memory: Of the arrays that hold the samples in memory already; 0 if none was seen.
@@ -130,8 +124,6 @@ class _Samples:
 
     request: CacheRequest
     source: Any
-    is_encoded: bool = False
-    holds_images: bool = False
     examples: dict[int, Any] = field(default_factory=dict)
     is_examined: bool = False
     bytes_in_memory: int = 0
@@ -143,33 +135,7 @@ class _Samples:
     @property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, and is the name of their cache in RAM; None if nothing does."""
-        fingerprint = self.request.fingerprint
-        return fingerprint.of_encoded() if fingerprint is not None and self.is_encoded else fingerprint
-
-    def leave_undecoded(self, cache: str) -> None:
-        """Read the samples with undecoded images; call it before the first one is read.
-
-        Args:
-            cache: The user's name for the cache that needs them, for errors.
-
-        Raises:
-            ValueError: The dataset has none, or `pre_transform` needs decoded ones.
-        """
-        dataset = self.request.dataset
-        if self.request.pre_transform is not None:
-            raise ValueError(
-                f"{cache} stores images before they are decoded, but pre_transform= works on decoded ones: "
-                "omit pre_transform=, and do this in transform="
-            )
-        self.source = source = encoded_source(dataset)
-        self.is_encoded = self.holds_images = True
-        index, example = next(readable(source, functools.partial(read_unnoticed, source)), (0, None))
-        if len(self) and not holds_images(example):
-            raise ValueError(
-                f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[{index}] is "
-                f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
-                "or use fastload.ImageFolder"
-            )
+        return self.request.fingerprint
 
     def examine(self) -> list[Any]:
         """Read a few samples, most of them twice, unless this was done before; see `probe`.
@@ -212,15 +178,13 @@ def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset
 
 
 def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
-    sample = decode_images(dataset[index])
+    sample = dataset[index]
     # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
     before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
     return caller.call(before, sample, index)
 
 
-def open_cache(
-    cache: str | SampleCache | Sequence[str | SampleCache] | None, request: CacheRequest
-) -> OpenedCache:
+def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> OpenedCache:
     """The requested cache.
 
     Raises:
@@ -232,21 +196,17 @@ def open_cache(
     dataset, pre_transform = request.dataset, request.pre_transform
     check_memory(request.max_memory, name="max_memory")  # raises before anything is read
     check_key(request.key)
-    source = decoded_source(dataset) if pre_transform is None else pre_transformed(dataset, pre_transform)
+    source = dataset if pre_transform is None else pre_transformed(dataset, pre_transform)
     if cache is None:
-        if pre_transform is None:
-            source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
-        return OpenedCache(NoCache(len(dataset), "of cache=None"), source, holds_images=pre_transform is None)
+        encoded = encoded_source(source)
+        return OpenedCache(NoCache(len(dataset), "of cache=None"), encoded, encoded is not source)
     samples = _Samples(request, source)
-    opened = (_open_pair if isinstance(cache, (list, tuple)) else _open_one)(samples, cache)
-    jpegs = None
-    if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
-        jpegs, samples.holds_images = opened, True
+    opened = _open_one(samples, cache)
     for index, sample in samples.examples.items():
         opened.put(index, sample)
     _report(opened, samples)
-    return OpenedCache(opened, samples.source, samples.holds_images, jpegs)
+    return OpenedCache(opened, samples.source)
 
 
 # --- the kinds of caches ---------------------------------------------------------------------------------
@@ -255,16 +215,12 @@ def open_cache(
 # To add a kind of cache, add its name, or its prefix, and what opens it.
 def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if cache == "ram":
-        return _ram_cache(samples, samples.fingerprint)
-    if cache == "ram-encoded":
-        samples.leave_undecoded('cache="ram-encoded"')
-        return _ram_cache(samples, samples.fingerprint)
+        return _ram_cache(samples)
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
         return _checked_lmdb(samples, cache)
     if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
-        samples.holds_images = cache.description.codec == SOURCE
         return cache
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_location = isinstance(cache, str) and (
@@ -274,6 +230,13 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
         if isinstance(cache, str) and cache.startswith("ram:"):
             hint = f'for a limit, pass cache="ram", max_memory="{cache.removeprefix("ram:")}"'
+        if cache == "ram-encoded":
+            hint = (
+                "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in "
+                "transform= with fastload.decode_image"
+            )
+        if isinstance(cache, (list, tuple)):
+            hint = "pass one of these: the system keeps in memory what it reads of a file, if there is room"
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):
@@ -299,30 +262,18 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     return _checked_lmdb(samples, opened_lmdb(path))
 
 
-_USAGE = 'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", None or a cache object'
-
-
-def _open_pair(samples: _Samples, pair: Any) -> SampleCache:
-    if len(pair) != 2 or pair[0] != "ram" or pair[1] in ("ram", "ram-encoded", None):
-        raise ValueError(f"cache={pair!r} is not a valid pair of caches: {_USAGE}")
-    backing = _open_one(samples, pair[1])
-    shared_as = samples.fingerprint
-    if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
-        # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
-        shared_as = fingerprint_of(LMDBDataset(backing))
-    ram = _ram_cache(samples, shared_as)
-    return backing if isinstance(ram, NoCache) else TieredCache(ram, backing)
+_USAGE = 'pass "ram", "lmdb:PATH", None or a cache object'
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------
 
 
-def _ram_cache(samples: _Samples, shared_as: Fingerprint | None) -> SharedMemoryCache | NoCache:
+def _ram_cache(samples: _Samples) -> SharedMemoryCache | NoCache:
     """The cache that another process holds, or a new one; none, with a warning, without shared memory."""
     reason = segment.why_unsupported()
     if reason is None:
         try:
-            return _shared_cache(samples, shared_as)
+            return _shared_cache(samples, samples.fingerprint)
         except SharedMemoryError as error:
             reason = str(error)
     samples.examine()
@@ -410,8 +361,6 @@ def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
 
 def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -> LMDBCache:
     """The cache, after it was compared with the samples."""
-    if cache.description.codec == SOURCE:
-        samples.leave_undecoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
     elif len(samples) and samples.fingerprint.needs_key:
@@ -449,14 +398,14 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
         return
     figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
     if samples.examples and max_bytes is not None:
-        examples, ram = samples.examples.values(), cache.ram if isinstance(cache, TieredCache) else cache
+        examples = samples.examples.values()
         sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
         needed = f"about {readable_size(sample_bytes * num_samples)}"
-        fit = getattr(ram, "capacity", None)
+        fit = getattr(cache, "capacity", None)
         if fit is None:
             fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
         figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
-        is_own = not isinstance(ram, SharedMemoryCache) or ram.origin.pid == os.getpid()
+        is_own = not isinstance(cache, SharedMemoryCache) or cache.origin.pid == os.getpid()
         if is_own and samples.bytes_in_memory:
             log.warning(
                 "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
@@ -466,8 +415,8 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
             )
         if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
             shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
-            if isinstance(ram, SharedMemoryCache):
-                ram.expect_short()
+            if isinstance(cache, SharedMemoryCache):
+                cache.expect_short()
     log.info(
         "cache: %s layout, %s, at most %s; %s",
         cache.layout,

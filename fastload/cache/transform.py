@@ -16,9 +16,8 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from fastload.augmentation.libraries import ANY_CALLABLE, check_is_no_class, library_of
-from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
-from fastload.images.encoded import EncodedImage
+from fastload.images.encoded import EncodedImage, decoded
 from fastload.nested.tree import OpaqueLeafError, copy_views, owns, private_copy, structure_of
 from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
@@ -32,7 +31,7 @@ class TransformCaller:
 
     Args:
         function: A pipeline of a library that `augmentation` knows, or any callable that takes a sample.
-        holds_images: Whether samples can hold undecoded images.
+        holds_images: Whether samples can begin with an undecoded image.
         role: The name of the function's argument: `"transform"` or `"pre_transform"`.
 
     Raises:
@@ -124,13 +123,12 @@ class TransformCaller:
             Exception: An error of the function, with a note that describes its input.
         """
         function: Any = self._function if end is None else end
-        if self._holds_images:
-            if self._crop is not None and type(self._library.image_of(argument)) is EncodedImage:
-                argument = decode_others(argument)
-                function = self._crop if end is None else end.through(self._crop)
-            else:
-                argument = decode_images(argument)
         try:
+            if self._holds_images:
+                if self._crop is not None and type(argument[0]) is EncodedImage:
+                    function = self._crop if end is None else end.through(self._crop)
+                    return function(image=argument[0])["image"], *argument[1:]
+                argument = decoded(argument)
             torchvision_arrays.reject_arrays(self._function, argument)
             return self._apply(function, argument)
         except Exception as error:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS, CODECS, LOSSY
 from fastload.cli.arguments import (
     Size,
     Source,
@@ -45,32 +44,6 @@ app = typer.Typer(help="Build and manage caches of decoded samples and files.", 
 
 # --- building --------------------------------------------------------------------------------------------
 
-_LOSSY = " and ".join(LOSSY)
-Codec = Annotated[
-    str | None,
-    typer.Option(
-        parser=one_of("--codec", *CACHE_CODECS),
-        metavar="|".join(CACHE_CODECS),
-        help=f"Format of the stored images; default: raw. {_LOSSY} are small, but change pixels; source "
-        "stores the files unchanged, and every access decodes them.",
-    ),
-]
-Quality = Annotated[
-    Any,  # int | None
-    typer.Option(
-        parser=whole_number("--quality", 1, BEST_QUALITY),
-        metavar="N",
-        help=f"Quality of {_LOSSY}, from 1 to {BEST_QUALITY}; default: 95.",
-    ),
-]
-LossyLeaf = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help=f"The image that {_LOSSY} change, such as 'image' or '0'; all others are exact. Default: the "
-        "only one of a sample.",
-    ),
-]
 NumWorkers = Annotated[
     Any,  # int | None
     typer.Option(
@@ -128,9 +101,6 @@ def build(
         typer.Option(parser=_url, metavar="URL", help="Upload the cache at DEST to this URL, too."),
     ] = None,
     size: Size = None,
-    codec: Codec = None,
-    quality: Quality = None,
-    lossy_leaf: LossyLeaf = None,
     num_workers: NumWorkers = None,
     shards: Annotated[
         Any,  # int | None
@@ -180,23 +150,15 @@ def build(
     was interrupted or killed, run the same command again to continue it. With --by file, DEST is a directory
     that can be read while it is built.
     """
-    for option, value in (("--quality", quality), ("--lossy-leaf", lossy_leaf)):
-        if value is not None and codec not in LOSSY:
-            raise CommandError(
-                f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
-            )
     if on_error == "raise" and max_errors != float(_MAX_ERRORS):
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
-        given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
+        given = {"--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
         for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
         return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
     options = {
-        "codec": codec,
-        "quality": quality,
-        "lossy_leaf": lossy_leaf,
         "shards": shards,
         "on_error": on_error,
         "max_errors": max_errors,
@@ -233,7 +195,7 @@ def build(
         from fastload.cache.build.build import build_lmdb
         from fastload.cache.build.upload import build_at_url
 
-        with _opened(source, size, codec) as (dataset, fingerprint):
+        with _opened(source, size) as (dataset, fingerprint):
             options |= {"num_workers": num_workers, "fingerprint": fingerprint}
             if url is not None:
                 cache, was_built = build_at_url(dataset, url, path=path, **options)
@@ -288,17 +250,17 @@ def _decoded(details: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
+def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
-    from fastload.cache.build.plan import source_of_build
     from fastload.cache.build.random_check import reject_random
+    from fastload.cache.format.fingerprint import fingerprint_of
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         dataset = open_source(source, size)
         reject_random(dataset)
-        yield source_of_build(dataset, codec)
+        yield dataset, fingerprint_of(dataset)
 
 
 # --- caches that are there -------------------------------------------------------------------------------
@@ -656,9 +618,8 @@ def _details(cache: LMDBCache | Manifest) -> dict[str, Any]:
 
 def _content(details: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its details."""
-    quality = "" if details["quality"] is None else f" of quality {details['quality']}"
     shards = "" if details["num_shards"] == 1 else f" in {details['num_shards']} shards"
-    size = f"{readable_size(details['nbytes'])}{shards}, {details['codec']}{quality}"
+    size = f"{readable_size(details['nbytes'])}{shards}"
     return f"{details['num_cached']:,} of {details['num_samples']:,} samples, {size}"
 
 

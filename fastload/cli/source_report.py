@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+from math import prod
 from typing import Any
 
 from fastload.batch.source import read_ahead
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
-from fastload.cache.format.undecoded import decoded_nbytes
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
@@ -21,6 +21,7 @@ from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size, table
 
 _MAX_SAMPLES = 100
+_NUMBER_BYTES = 8
 
 
 def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
@@ -37,7 +38,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     num_samples = len(dataset)
     if not num_samples:
         raise UnsupportedSampleError("the source has no samples")
-    source = encoded_source(dataset, is_needed=False)
+    source = encoded_source(dataset)
     chosen = spread_indices(num_samples, _MAX_SAMPLES)
     read_ahead(source, chosen)
     sizes: dict[int, tuple[int, int]] = {}
@@ -53,10 +54,11 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     decoded, files = (round(mean * num_samples) for mean in means)
     ram, disk = parse_memory("auto"), shutil.disk_usage(os.getcwd()).free
     of_pixels = '"ram"' if decoded <= ram else '"lmdb:PATH"' if decoded <= disk else ""
-    cache = of_pixels or ('"ram-encoded"' if 0 < files <= ram else "None")
+    cache = of_pixels or "None"
     problem = ""
     try:
-        probe(source, indices=[min(sizes)])
+        if source is dataset:  # the images of a folder are never random
+            probe(dataset, indices=[min(sizes)])
     except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
     report = {
@@ -76,12 +78,14 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sizes(sample: Any) -> tuple[int, int]:
-    """The bytes of a sample with decoded images, and those of its undecoded images' files."""
-    images = [leaf for leaf in leaves(sample) if type(leaf) is EncodedImage]
-    for image in images:
-        if image.path is not None and os.path.exists(image.path) and not os.path.isfile(image.path):
-            raise ImageReadError(image.path, "it is not a regular file")  # reading a pipe would not end
-    return decoded_nbytes(sample), sum(len(image.content()) for image in images)
+    """The bytes of a sample with its image decoded, and those of its image's file if it is not."""
+    values = leaves(sample)
+    image = next((leaf for leaf in values if type(leaf) is EncodedImage), None)
+    if image is None:
+        return sum(getattr(leaf, "nbytes", _NUMBER_BYTES) for leaf in values), 0
+    if os.path.exists(image.path) and not os.path.isfile(image.path):
+        raise ImageReadError(image.path, "it is not a regular file")  # reading a pipe would not end
+    return prod(image.shape) + _NUMBER_BYTES, len(image.content)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

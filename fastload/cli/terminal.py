@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import BuildRefusedError, CacheBusyError, FastloadError
+from fastload.errors import CacheBusyError, FastloadError
 from fastload.system.humanize import did_you_mean
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
@@ -128,7 +128,7 @@ def _exit_code(error: Exception) -> ExitCode:
         return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
-    is_usage = names_nothing or isinstance(error, (_ClickUsageError, BuildRefusedError))
+    is_usage = names_nothing or isinstance(error, _ClickUsageError)
     return ExitCode.USAGE if is_usage else ExitCode.FAILED
 
 

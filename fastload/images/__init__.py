@@ -1,6 +1,6 @@
 """Reads image files as C-contiguous HWC uint8 RGB arrays.
 
-Read in this order: `decode`, `jpeg` and `geometry` (a file to an array), `encoded`, `regions` and
-`restart_markers` (images that are decoded later, or in part), `folder` (the dataset), `opened_files` (images
-that are read as people's own datasets read them).
+Read in this order: `decode`, `jpeg` and `geometry` (a file to an array), `encoded` and `regions` (images that
+are decoded later, or in part), `folder` (the dataset), `opened_files` (images that are read as people's own
+datasets read them).
 """

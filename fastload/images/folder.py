@@ -29,7 +29,7 @@ from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
 from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
-from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
+from fastload.images.decode import DECODE_VERSION, check_size, decode, read_file
 from fastload.images.encoded import EncodedImage
 from fastload.system.checks import as_path
 from fastload.system.logs import log
@@ -63,6 +63,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         transform: Called with each image on every access: an albumentations pipeline, or any callable that
             takes an array.
         size: As for `fastload.read_image`: None, the shorter side, or (height, width).
+        decode: False returns, instead of the image, the bytes of its file as a new array
+            ``(num_bytes,) uint8``, which `fastload.decode_image` decodes.
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
         storage_options: For a URL: arguments of fsspec's file system, such as credentials.
@@ -76,6 +78,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         root: As given.
         transform: As given; can be set.
         size: As given.
+        decode: As given.
         extensions: In lower case.
         classes: The names of the class folders, sorted.
         class_to_idx: The label of each class, by the class's name.
@@ -95,6 +98,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         transform: Callable[..., Any] | None = None,
         *,
         size: int | tuple[int, int] | None = None,
+        decode: bool = True,
         extensions: Iterable[str] = IMAGE_EXTENSIONS,
         allow_empty: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -116,6 +120,9 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.root = os.path.expanduser(as_path("root", root))
         self.transform = transform
         self.size = check_size(size)
+        if size is not None and not decode:
+            raise ValueError(f"size={size!r} resizes decoded images: omit it, or decode=False")
+        self.decode = decode
         self.extensions = tuple(extension.lower() for extension in extensions)
         self._remote = RemoteFolder(self.root, storage_options, filesystem) if is_url(self.root) else None
         self._ahead: dict[int, ReadAhead] = {}  # by process; threads that begin together agree on one
@@ -166,10 +173,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         """
         number = _resolve(index, len(self))
         path, label = self._sample(number)
-        if self._remote is None:
-            image = read_image(path, self.size)
+        content = None if self._remote is None else self._content(number)
+        if self.decode:
+            image = decode(path if content is None else content, path, self.size)
         else:
-            image = decode(self._content(number), path, self.size)
+            image = np.frombuffer(bytearray(read_file(path) if content is None else content), np.uint8)
         return image if self.transform is None else _transformed(self.transform, image), label
 
     @property
@@ -202,32 +210,15 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return self._remote is not None
 
     @property
-    def has_encoded(self) -> bool:
-        """Whether `encoded` returns the undecoded images of these samples."""
-        return self.size is None and self.transform is None
+    def _has_encoded(self) -> bool:
+        """Whether the samples are decoded images, as they are in their files."""
+        return self.decode and self.size is None and self.transform is None
 
-    def encoded(self, index: int) -> tuple[EncodedImage, int]:
-        """The undecoded image, and its label; no local file is opened.
-
-        Raises:
-            IndexError: if there is no such sample.
-            ValueError: if `size` is set, because images are then resized while decoding, or `transform` is.
-        """
-        if self.transform is not None:
-            raise ValueError(
-                "this ImageFolder transforms its images, so it has no undecoded ones: pass the transform to "
-                "fastload.CachedDataset instead"
-            )
-        if self.size is not None:
-            raise ValueError(
-                f"this ImageFolder resizes its images to size={self.size} while decoding, so it has no "
-                "undecoded ones: omit size=, and let the transform begin with a crop or a resize"
-            )
+    def _encoded(self, index: int) -> tuple[EncodedImage, int]:
+        """The sample with its image undecoded; no local file is opened."""
         number = _resolve(index, len(self))
         path, label = self._sample(number)
-        if self._remote is None:
-            return EncodedImage(path), label
-        return EncodedImage.of(self._content(number), path), label
+        return EncodedImage(path, None if self._remote is None else self._content(number)), label
 
     @property
     def samples(self) -> SequenceView[tuple[str, int]]:
@@ -307,7 +298,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
             "size": str(self.size),
-            "decoder": f"version {DECODE_VERSION}",
+            "decoder": f"version {DECODE_VERSION}" if self.decode else "none",
         }
 
     def _local_digest(self) -> str:

@@ -1,8 +1,6 @@
 """Decodes a region of a JPEG, without the pixels around it.
 
-A file that has restart markers is first cut at those around the region. nvImageCodec (the extra ``regions``)
-decodes regions of what is left and of other files, on the CPU with libjpeg-turbo, as Pillow does. Without it,
-a cut file is decoded as any other JPEG. Rules:
+nvImageCodec (the extra ``regions``) decodes it, on the CPU with libjpeg-turbo, as Pillow does. Rules:
 
 1. A region has exactly the pixels of Pillow's full decode, for all intact files that `decode_region` accepts
    (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs). For corrupt data, both decoders
@@ -25,16 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.images.decode import decode
-from fastload.images.jpeg import decode_jpeg, is_whole
-from fastload.images.restart_markers import crop_jpeg
+from fastload.images.jpeg import is_whole
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.images.geometry import Box
-    from fastload.images.jpeg import Content
 
 # At the first and the last column, libjpeg-turbo upsamples the colors of a region of one column without
 # interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
@@ -61,35 +56,17 @@ def name_of_decoder() -> str | None:
     return None if codec is None else f"nvImageCodec {codec.__version__}"
 
 
-def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[np.uint8] | None:
+def decode_region(data: bytes | memoryview, box: Box) -> npt.NDArray[np.uint8] | None:
     """A region of a JPEG with 8-bit RGB or gray values, as `(height, width, 3) uint8` RGB.
 
     Args:
         data: The content of the file.
         box: `(x_min, y_min, x_max, y_max)` in the stored image, before its EXIF orientation.
-        path: For errors.
 
     Returns:
-        A new array that the caller owns, or a part of one; None if the whole file has to be decoded.
-
-    Raises:
-        ImageReadError: A cut file cannot be decoded.
+        A new array that the caller owns; None if nvImageCodec is not installed, or rejects the file: the
+        whole file has to be decoded.
     """
-    crop = crop_jpeg(data, box)
-    if crop is None:
-        return _decode_part(data, box)
-    x_min, y_min, x_max, y_max = box = crop.box_of(box)
-    part = _decode_part(crop.content, box)
-    if part is not None:
-        return part
-    pixels = decode_jpeg(crop.content, crop.header, is_checked=True)
-    if pixels is None:
-        pixels = decode(memoryview(crop.content), path)
-    return pixels[y_min:y_max, x_min:x_max]
-
-
-def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:
-    """A region, by nvImageCodec; None if it is not installed, or rejects the file."""
     codec = _codec()
     x_min, y_min, x_max, y_max = box
     if codec is None or x_max - x_min < _MIN_WIDTH or not is_whole(data):

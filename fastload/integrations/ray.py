@@ -30,9 +30,6 @@ def build_cache(
     *,
     address: str | None = None,
     shards: int | None = None,
-    codec: str | None = None,
-    quality: int | None = None,
-    lossy_leaf: str | None = None,
     on_error: str = "raise",
     max_errors: int | float = 0.01,
     max_retries: int = 3,
@@ -52,11 +49,6 @@ def build_cache(
         address: As in ``ray.init``; not used if Ray is connected already.
         shards: Number of shards; None for the number of an unfinished build at ``path``, or else for four per
             CPU, at most 128.
-        codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"`` or ``"source"``;
-            None for raw.
-        quality: Quality of jpeg and webp, 1 to 100; None for 95.
-        lossy_leaf: The image that jpeg and webp change, such as ``"image"``; all others, such as masks, are
-            exact. It can be omitted if a sample has one image.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
         max_errors: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
@@ -100,9 +92,6 @@ def build_cache(
             path,
             num_cpus=int(ray.cluster_resources().get("CPU", 0)),
             shards=shards,
-            codec=codec,
-            quality=quality,
-            lossy_leaf=lossy_leaf,
             on_error=on_error,
             max_errors=max_errors,
             progress=progress,

@@ -1,8 +1,8 @@
 """The type of one value in a sample: its kind, dtype and shape, and the NumPy dtype that stores it.
 
 The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, str_ and
-bytes_ (NumPy's), and image, an `EncodedImage`. A new kind needs an entry here, its conversions in `leaves`,
-and, if default_collate batches it, its batch in `tensors`.
+bytes_ (NumPy's). A new kind needs an entry here, its conversions in `leaves`, and, if default_collate batches
+it, its batch in `tensors`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # these have no fixed length
-IMAGE = "image"
 NUMBER_DTYPES: dict[str, np.dtype[Any]] = {
     "int": np.dtype("<i8"),  # larger ints fit into a record, but not into a column
     "float": np.dtype("<f8"),
     "bool": np.dtype("?"),
 }
-BARE_KINDS = (*NUMBER_DTYPES, "none", IMAGE, *TEXT_KINDS)  # these have neither a dtype nor a shape
+BARE_KINDS = (*NUMBER_DTYPES, "none", *TEXT_KINDS)  # these have neither a dtype nor a shape
 
 _MAX_BYTES = (1 << 63) - 1  # of an array
 _TOO_LARGE = (MemoryError, RecursionError)
@@ -134,7 +133,7 @@ def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
 
 
 def fixed_nbytes(leaf: Leaf) -> int | None:
-    """Bytes of the payload if the leaf alone determines them; None for int, str, bytes and images.
+    """Bytes of the payload if the leaf alone determines them; None for int, str and bytes.
 
     Raises:
         ValueError: The leaf's dtype is unknown, or its shape is too large for any array.

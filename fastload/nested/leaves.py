@@ -20,10 +20,8 @@ from typing import Any
 import numpy as np
 
 from fastload.errors import CacheCorruptError, UnsupportedSampleError
-from fastload.images.encoded import EncodedImage
-from fastload.nested.leaf import IMAGE, TEXT_KINDS, Array, Leaf, dtype_name, numpy_dtype, storage_dtype
+from fastload.nested.leaf import TEXT_KINDS, Array, Leaf, dtype_name, numpy_dtype, storage_dtype
 
-_PATH_BYTES = struct.Struct("<I")  # before the path, which is before the content of the file
 _FLOAT = struct.Struct("<d")
 _INT_BYTES = 8  # the minimum for an int; larger ints take more
 
@@ -68,7 +66,6 @@ def describe(value: Any) -> tuple[Leaf, Any]:
 _LEAF_OF_TYPE: dict[type, Leaf] = {
     **{kind: Leaf(kind.__name__) for kind in (int, float, bool, str, bytes, np.str_, np.bytes_)},
     type(None): Leaf("none"),
-    EncodedImage: Leaf(IMAGE),
 }
 
 
@@ -132,9 +129,6 @@ def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
         return _FLOAT.pack(value)
     if kind == "bool":
         return b"\x01" if value else b"\x00"
-    if kind == IMAGE:
-        path = b"" if value.path is None else value.path.encode("utf-8", "surrogateescape")
-        return b"".join([_PATH_BYTES.pack(len(path)), path, value.content()])
     if kind in ("str", "str_"):
         return bytes(value.encode("utf-8", "surrogatepass"))  # paths can hold undecodable bytes
     return bytes(value) if kind in ("bytes", "bytes_") else b""
@@ -147,7 +141,7 @@ def _raw(array: Array) -> Array:
 def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     """The value whose payload lies at `memory[offset:offset + nbytes]`.
 
-    Arrays and encoded images are views of `memory` and keep it alive; everything else is a copy.
+    Arrays are views of `memory` and keep it alive; everything else is a copy.
 
     Raises:
         CacheCorruptError: The payload does not belong to this leaf.
@@ -161,8 +155,6 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
             return tensor_functions().array_tensor(array.copy(), leaf.dtype)
         if kind == "scalar":
             return view_array(numpy_dtype(leaf.dtype), (), memory, offset).copy()[()]
-        if kind == IMAGE:
-            return _image(memory[offset : offset + nbytes])
         payload = bytes(memory[offset : offset + nbytes])
         if kind in TEXT_KINDS:
             return text_value(kind, payload)
@@ -173,15 +165,6 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
         return payload != b"\x00" if kind == "bool" else None
     except (ValueError, TypeError, OverflowError, MemoryError, struct.error) as error:
         raise CacheCorruptError(f"a record's {kind} of {nbytes:,} bytes cannot be read: {error}") from error
-
-
-def _image(payload: memoryview) -> EncodedImage:
-    (path_bytes,) = _PATH_BYTES.unpack_from(payload)
-    start = _PATH_BYTES.size + path_bytes
-    if start > len(payload):
-        raise ValueError(f"its path has {path_bytes:,} bytes")
-    path = bytes(payload[_PATH_BYTES.size : start]).decode("utf-8", "surrogateescape")
-    return EncodedImage.of(payload[start:], path or None)
 
 
 def text_value(kind: str, payload: bytes) -> Any:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
-from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,7 +62,6 @@ def _parts_of_image(image: Any) -> dict[str, Any]:
     if mode not in _MODES:
         raise UnsupportedSampleError(f'an image of mode {mode} cannot be cached: return image.convert("RGB")')
     pixels = np.frombuffer(image.tobytes(), np.uint8)
-    # As a codec of caches takes arrays: three channels can be a photograph, and rows of bytes stay exact.
     shape = (height, width, 3) if mode == "RGB" else (height, pixels.size // max(1, height))
     return {
         "pixels": pixels.reshape(shape),
@@ -110,8 +108,6 @@ def _image_of(_: type, parts: dict[str, Any]) -> Any:
     pixels, mode, size = parts["pixels"], parts["mode"], parts["size"]
     if mode not in _MODES:
         raise ValueError(f"an image of mode {mode!r}")
-    if type(pixels) is EncodedImage:  # of a cache whose jpegs stay undecoded
-        pixels = pixels.decode()
     width, height = size
     if pixels.shape[0] != height or 8 * pixels.nbytes < width * height:  # before memory is taken
         raise ValueError(f"{pixels.nbytes:,} bytes are no image of {width:,} x {height:,} pixels")

@@ -286,29 +286,23 @@ def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Ite
         transform, copied_bytes = ", transform", 0.0  # it reads the cached sample in place
     needed_bytes = round(sample_bytes * info["num_samples"])
     sizes = f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free"
+    spared = timeline.parts(probes.READ, probes.DECODE, probes.DATASET, probes.LOCK)
+    added_s = per_batch * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
+    gain = _without(timeline, model, spared, added_s=added_s)
     if needed_bytes <= 0.8 * available_bytes:
-        spared = timeline.parts(probes.READ, probes.DECODE, probes.DATASET, probes.LOCK)
-        added_s = per_batch * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
         yield Suggestion(
             "ram",
             f"keep {content} in RAM: {moved}CachedDataset(dataset{transform}), which needs {sizes}. The gain "
             "begins in the second epoch",
-            _without(timeline, model, spared, added_s=added_s),
+            gain,
             needed_bytes,
         )
         return
-    how = f'on disk: CachedDataset(dataset{transform}, cache="lmdb:train.lmdb")'
-    spared = timeline.parts(probes.READ, probes.DATASET, probes.LOCK)
-    if image_bytes:
-        spared = timeline.parts(probes.READ)  # JPEGs are still decoded
-        how = (
-            "on disk, as JPEGs: run fastload cache build MODULE:NAME train.lmdb --codec jpeg, and train from "
-            f'CachedDataset.from_cache("train.lmdb"{transform})'
-        )
     yield Suggestion(
         "lmdb",
-        f"keep {content} {how}, because they need {sizes}",
-        _without(timeline, model, spared),
+        f'keep {content} on a fast disk: {moved}CachedDataset(dataset{transform}, cache="lmdb:train.lmdb"), '
+        f"because they need {sizes}. The gain begins in the second epoch",
+        gain,
     )
 
 
@@ -326,9 +320,8 @@ def _regions(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
         how = f"decode only what {crops[0].name} keeps: pip install 'fastload-torch[regions]'"
     else:
         how = (
-            f"decode only what {crops[0].name} keeps, if it is the first transform: return "
-            "fastload.EncodedImage(path) from the dataset, without the transform, and use "
-            'CachedDataset(dataset, transform, cache=None), with the extra "regions" installed'
+            f"decode only what {crops[0].name} keeps, if it is the first transform: use CachedDataset("
+            'fastload.ImageFolder(root), transform, cache=None), with the extra "regions" installed'
         )
     num_pixels = max(part.num_pixels for part in images)
     share = next(share for maximum, share in _REGION_SHARES if num_pixels <= maximum)

@@ -39,7 +39,7 @@ def check_cache(cache: Any) -> str | None:
     if kind != "ram" or bool(colon) != bool(place):
         raise ValueError(
             f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}: a loader remembers '
-            'files in memory, or on disk; "ram-encoded" and lists of caches are for fastload.CachedDataset'
+            "files in memory, or on disk"
         )
     if place:
         try:

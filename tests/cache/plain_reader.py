@@ -1,14 +1,12 @@
 """Reads caches on disk without fastload; docs/cache-format.md describes them, and links to this file."""
 
 import ast
-import io
 import json
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 STORED_AS = {"bfloat16": "<i2", "complex32": "<i4"}  # tensors of dtypes that NumPy lacks
 
@@ -21,7 +19,7 @@ def read_samples(path):
         text_crc, text_bytes, magic = struct.unpack("<IQ8s", data[-20:])
         end = len(data) - 20 - text_bytes
         fields = json.loads(data[end:-20]) if zlib.crc32(data[end:-20]) == text_crc else {}
-        if magic != b"FLlmdb1\0" or fields.get("version") != 3:
+        if magic != b"FLlmdb1\0" or fields.get("version") != 4:
             raise ValueError(f"{file} is damaged, or of another format")
         plan, shard = fields["plan"], fields["shard"]
         first, stop = (n * plan["num_samples"] // plan["num_shards"] for n in (shard, shard + 1))
@@ -43,7 +41,7 @@ def read_record(record):
     """The sample in a record; a tensor as an array, an object as its name and parts."""
     spec_bytes, count = struct.unpack_from("<II", record, 8)
     at = -(-(24 + spec_bytes) // 8) * 8
-    words = iter(struct.unpack_from(f"<{count}Q", record, at))
+    lengths = iter(struct.unpack_from(f"<{count}Q", record, at))
     at += 8 * count
 
     def read(kind, *more):
@@ -55,25 +53,21 @@ def read_record(record):
             return parts if kind == "dict" else (more[0], parts)
         if kind == "namedtuple":
             return ".".join(more[:2]), dict(zip(more[2], (read(*node) for node in more[3]), strict=True))
-        word, unit = next(words), 64 if kind in ("array", "tensor") else 8
+        unit = 64 if kind in ("array", "tensor") else 8
         start = -(-at // unit) * unit
-        at = start + word % (1 << 56)
-        return read_leaf(record[start:at], word >> 56, kind, *more)
+        at = start + next(lengths)
+        return read_leaf(record[start:at], kind, *more)
 
     return read(*json.loads(record[24 : 24 + spec_bytes]))
 
 
-def read_leaf(payload, codec, kind, dtype="", shape=()):
+def read_leaf(payload, kind, dtype="", shape=()):
     """One value."""
-    if codec:  # 1 jpeg, 2 png, 3 webp
-        return np.asarray(Image.open(io.BytesIO(payload))).reshape(shape)
     if kind in ("array", "tensor", "scalar"):
         name = STORED_AS.get(dtype, "|u1" if dtype.startswith("float8") else dtype)
         descr = ast.literal_eval(name) if name.startswith("[") else name  # the fields of a structure
         array = np.ndarray(shape, np.lib.format.descr_to_dtype(descr), payload or bytes(64))
         return array[()] if kind == "scalar" else array
-    if kind == "image":  # a file that is not decoded, after its path
-        return payload[4 + int.from_bytes(payload[:4], "little") :]
     if kind in ("str", "str_"):
         return payload.decode("utf-8", "surrogatepass")
     if kind == "int":

@@ -21,7 +21,7 @@ from fastload.errors import (
     UnsupportedSampleError,
 )
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Files, Images, Made, RandomImages
+from tests.cache.zoo import Images, Made, RandomImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -63,22 +63,6 @@ def test_a_cache_in_ram_opens_whichever_sample_is_damaged(bad: list[int], key: A
     assert [len(batch) for batch in batches] == [5] * 4
     assert [failed.index for failed in loader.failed_samples] == bad
     assert ("cannot be read, so another one is probed" in caplog.text) == bool({0, 10, 19} & set(bad))
-
-
-@pytest.mark.parametrize("bad", [0, 3, 6, 11])
-@pytest.mark.parametrize("kind", [fastload.ImageFolder, Files])
-def test_a_cache_of_files_opens_whichever_file_is_damaged(
-    kind: Any, bad: int, photos: Path, tmp_path: Path
-) -> None:
-    """Empty, or without an image in it, in a folder or in a dataset of one's own."""
-    for number, path in enumerate(sorted(photos.rglob("*.jpg"))):
-        (tmp_path / path.parent.name).mkdir(exist_ok=True)
-        data = path.read_bytes() if number != bad else (b"", b"no image")[number % 2]
-        (tmp_path / path.parent.name / path.name).write_bytes(data)
-    ds = CachedDataset(kind(tmp_path), cache="ram-encoded")
-    with fastload.DataLoader(ds, 4, collate_fn=len, on_error="replace", max_errors=2) as loader:
-        assert sum(loader) == 12
-    assert [failed.index for failed in loader.failed_samples] == [bad]
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 40])
@@ -174,8 +158,8 @@ def test_a_cache_on_disk_is_built_and_opened_whichever_sample_is_damaged(
         assert build_lmdb(source, tmp_path / name, **SKIP).num_cached == 20 - len(bad)
         ds = CachedDataset(source, cache=f"lmdb:{tmp_path / name}")
         assert_same_samples(ds[4], Images().sample(4))
-        assert len(CachedDataset.from_cache(tmp_path / name, ram=True)) == 20 - len(bad)
-        repaired = CachedDataset(BrokenImages(version=version), cache=["ram", f"lmdb:{tmp_path / name}"])
+        assert len(CachedDataset.from_cache(tmp_path / name)) == 20 - len(bad)
+        repaired = CachedDataset(BrokenImages(version=version), cache=f"lmdb:{tmp_path / name}")
         assert_same_samples(repaired[bad[0]], Images().sample(bad[0]))
 
 

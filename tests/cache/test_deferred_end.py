@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A
 import numpy as np
@@ -13,7 +13,7 @@ from albumentations.pytorch import ToTensorV2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload import CachedDataset, DataLoader
+from fastload import CachedDataset, DataLoader, ImageFolder
 from fastload.augmentation.albumentations.crop import CropInDecoder
 from fastload.augmentation.albumentations.deferred_end import find_deferred_end
 from fastload.images.encoded import EncodedImage
@@ -23,6 +23,9 @@ from tests.cache.test_crop_in_decoder import compose as with_targets
 from tests.cache.zoo import Images, Made
 from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPE = (112, 120, 3)  # an image of more than 32 KiB
 LAST = ToTensorV2()
@@ -89,7 +92,7 @@ def test_targets_beside_the_image_stay() -> None:
     """Boxes, keypoints and additional images are those of the pipeline, with crops from encoded files too."""
     crop = with_targets([A.RandomResizedCrop((112, 120))], [A.Normalize(), ToTensorV2()], seed=5)
     twin = copy.deepcopy(crop)
-    encoded = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
+    encoded = EncodedImage("x", image_file("4:2:0", HEIGHT, WIDTH))
     end: Any = find_deferred_end(twin)
     through = end.through(CropInDecoder(twin))
     for _ in range(5):
@@ -124,7 +127,7 @@ def test_other_ends_are_not_deferred(end: list[Any]) -> None:
         lambda pipeline: setattr(pipeline.transforms[-2], "p", 0.0),
     ],
 )
-def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
+def test_a_pipeline_that_changed_runs_whole(change: Any, tmp_path: Path) -> None:
     """Programs drop or add transforms in later epochs, also the crop that is decoded alone."""
     pipeline = compose(A.Normalize(), ToTensorV2())
     dataset = Images(1, shape=SHAPE)
@@ -135,11 +138,13 @@ def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
     assert_same_samples(computed(cached.defer(0)[0]), twin(image=dataset.sample(0)[0])["image"])
 
     pipeline = A.Compose([A.CenterCrop(160, 160), A.HorizontalFlip(p=1)])
-    image = EncodedImage(image_file("restarts", 720, 960))
-    cached = CachedDataset([(image, 0)], pipeline, cache=None)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.jpg").write_bytes(image_file("4:2:0", 720, 960))
+    folder = ImageFolder(tmp_path)
+    cached = CachedDataset(folder, pipeline, cache=None)
     assert cached[0][0].shape == (160, 160, 3)
     del pipeline.transforms[0]
-    np.testing.assert_array_equal(cached[0][0], pipeline(image=image.decode())["image"])
+    np.testing.assert_array_equal(cached[0][0], pipeline(image=folder[0][0])["image"])
 
 
 IMAGES_OF_ONE_SIZE = Images(20, shape=SHAPE)

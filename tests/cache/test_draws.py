@@ -84,12 +84,12 @@ def test_a_draw_among_few_values_is_refused(draw: Any) -> None:
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [
-        (Holding(np.random.default_rng(0), "integers"), r"dataset\.dataset\.held\['generators'\]\[0\]"),
+        (Holding(np.random.default_rng(0), "integers"), r"dataset\.held\['generators'\]\[0\]"),
         (Holding(np.random.Generator(np.random.Philox(0)), "integers"), "held"),
         (Holding(np.random.Generator(np.random.MT19937(0)), "integers"), "held"),
         (Holding(np.random.RandomState(0), "randint"), "held"),
         (Holding(random.Random(0), "randint"), "held"),
-        (Rolling(torch.Generator()), r"dataset\.dataset\.draw"),
+        (Rolling(torch.Generator()), r"dataset\.draw"),
         (Subset(Drawing(lambda: random.randrange(1) + np.random.randint(2)), [3, 4, 5]), "numpy.random"),
         (ConcatDataset([Drawing(lambda: 0), Rolling(torch.Generator())]), "draw"),
     ],

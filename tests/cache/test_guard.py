@@ -409,7 +409,7 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
     """Each time takes a stat of every file: none without a cache, one for every other."""
     asked, digest, path = [], ImageFolder._local_digest, f"lmdb:{tmp_path / 'cache'}"
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
-    caches: Any = None, "ram", "ram-encoded", path, ["ram", path]
+    caches: Any = None, "ram", path
     for times, cache in enumerate(caches):
         dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22)
         assert dataset[0][1] == 0

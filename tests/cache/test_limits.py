@@ -24,10 +24,10 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.no_cache import NoCache
 from fastload.cache.ram.arena import TABLE_AT
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiered_cache import NoCache
 from fastload.errors import CacheError, SharedMemoryError
 from fastload.system.logs import say_once
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages

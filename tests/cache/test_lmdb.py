@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class TestOneFile(CacheContract):
-    """The contract, in one file with encoded images."""
+    """The contract, in one file."""
 
     def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
-        return build_lmdb(dataset, tmp_path / "cache", num_workers=0, codec="png")
+        return build_lmdb(dataset, tmp_path / "cache", num_workers=0)
 
 
 class TestShards(SharedContract):
@@ -79,18 +79,14 @@ def test_what_is_no_cache(make: Any, kind: type[Exception], said: str, tmp_path:
 
 
 def test_attributes(tmp_path: Path) -> None:
-    """A cache knows its codec, parts, classes, shards and size, why it is in use and what it was made of."""
+    """A cache knows its parts, classes, shards and size, why it is in use and what it was made of."""
     dataset, path = Images(20), tmp_path / "cache"
     dataset.classes = ["cat", "dog"]  # type: ignore[attr-defined]
     known = Fingerprint({"source": "photos"})
-    options: dict[str, Any] = {"num_workers": 0, "codec": "jpeg", "quality": 80, "shards": 2}
+    options: dict[str, Any] = {"num_workers": 0, "shards": 2}
     cache = build_lmdb(dataset, path, fingerprint=known, **options)
 
-    assert (cache.description.codec, cache.description.quality, cache.description.num_shards) == (
-        "jpeg",
-        80,
-        2,
-    )
+    assert cache.description.num_shards == 2
     assert (cache.description.parts, cache.description.classes) == ({"source": "photos"}, ["cat", "dog"])
     assert cache.nbytes == sum(file.stat().st_size for file in path.iterdir())
     assert cache.stored_indices is None
@@ -138,9 +134,8 @@ def test_gather_of_shards_is_default_collate(tmp_path: Path) -> None:
 
     assert_same_samples(batch, default_collate([dataset.sample(index) for index in order]))
     assert batch["image"].data_ptr() in [array.__array_interface__["data"][0] for array in given]
-    for kind, codec in ((RaggedImages, "raw"), (Images, "png")):  # whose batches are left to samples
-        other = build_lmdb(kind(4), tmp_path / codec, num_workers=0, codec=codec)
-        assert other.gather(np.array([1, 2, 3]), None) is None  # type: ignore[arg-type]
+    other = build_lmdb(RaggedImages(4), tmp_path / "ragged", num_workers=0)  # left to samples
+    assert other.gather(np.array([1, 2, 3]), None) is None  # type: ignore[arg-type]
 
 
 def test_checksum_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +162,7 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
 def test_a_worker_of_the_fork_server_knows_the_namedtuples_of_its_parent(tmp_path: Path) -> None:
     """Nothing else takes the module of their class to a process that has no source."""
     build_lmdb(Made(lambda i: Triple(np.eye(3), 0, i), 8), tmp_path / "cache", num_workers=0, progress=False)
-    dataset = CachedDataset.from_cache(tmp_path / "cache", ram=True)
+    dataset = CachedDataset.from_cache(tmp_path / "cache")
     batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="forkserver"))
     assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
     assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -43,7 +43,7 @@ SOURCES: dict[str, tuple[Images, dict[str, Any]]] = {
     "small": (Made(lambda index: (np.full(7, index % 251, np.uint8), index), 600), {}),  # in LMDB's tree
     "shards": (
         BrokenImages(30, bad=[3, 4, 10, 28]),
-        {"shards": 3, "codec": "png", "on_error": "skip", "max_errors": 1.0},
+        {"shards": 3, "on_error": "skip", "max_errors": 1.0},
     ),
 }
 
@@ -118,8 +118,6 @@ LIES: dict[str, dict[str, Any]] = {
     "num_shards": {"none": 0, "huge": HUGE, "negative": -1, "null": None},
     "shard": {"negative": -1, "beyond": 1, "float": 0.0, "huge": HUGE},
     "table_crc32": {"negative": -1, "wide": 1 << 32, "text": "x", "other": 5},
-    "codec": {"unknown": "bmp", "list": [1], "null": None},
-    "quality": {"none": 0, "high": 101, "text": "x"},
     "spec": {"number": 5, "list": []},
     "crc32": {"wide": 1 << 32, "text": "x"},
     "parts": {"list": [], "numbers": {"a": 1}, "text": "x"},
@@ -132,7 +130,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 TEXTS = [
-    *(b"[" * 200_000 + b"]" * 200_000, b"[1]", b"null", b"{zz", b'"\xff\xfe"', b"{}", b'{"version": 3}'),
+    *(b"[" * 200_000 + b"]" * 200_000, b"[1]", b"null", b"{zz", b'"\xff\xfe"', b"{}", b'{"version": 4}'),
     b"1" * 9999,
 ]
 CHANGES: dict[str, list[Callable[[Any], Any]]] = {
@@ -141,9 +139,9 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
 } | {
     "a field too few": [
         *(lambda it: it.fields.pop("plan"), lambda it: it.fields.pop("shard")),
-        lambda it: it.fields["plan"].pop("codec"),
+        lambda it: it.fields["plan"].pop("parts"),
     ],
-    "one too many": [lambda it: it.fields.update(plans=1), lambda it: it.fields["plan"].update(codecs=1)],
+    "one too many": [lambda it: it.fields.update(plans=1), lambda it: it.fields["plan"].update(shards=1)],
     "no description": [lambda _, text=text: text for text in TEXTS],
 }
 

@@ -13,13 +13,10 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 import fastload
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.sources import encoded_source
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.undecoded import decode_images
 from fastload.files.read_ahead import ReadAhead
 from fastload.images.folder import ImageFolder
-from tests.cache.zoo import Everything, Files, Images, Made, MixedImages, Pair, RaggedImages, Triple
+from tests.cache.zoo import Everything, Images, Made, MixedImages, Pair, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples, read_epoch
 from tests.kit.remote import FaultyFileSystem, register, upload
 
@@ -76,19 +73,13 @@ SOURCES: dict[str, Any] = {
     "ragged": lambda photos, url: RaggedImages(SIZE),
     "mixed": lambda photos, url: MixedImages(SIZE),
     "nests": lambda photos, url: Everything(SIZE),
-    "files": lambda photos, url: Files(photos, "dict"),
     "folder": lambda photos, url: ImageFolder(photos),
     "resized folder": lambda photos, url: ImageFolder(photos, size=(8, 9)),
     "remote folder": lambda photos, url: ImageFolder(url),
     "subset of a remote folder": lambda photos, url: Subset(ImageFolder(url), range(SIZE)),
 }
-ENCODED = ("files", "folder", "remote folder", "subset of a remote folder")
-CACHES = ("none", "ram", "lmdb", "ram over lmdb")
-CASES = [(cache, source) for source in SOURCES for cache in CACHES] + [
-    (cache, source)
-    for source in ENCODED
-    for cache in ("ram-encoded", "lmdb of files", "ram over lmdb of files")
-]
+CACHES = ("none", "ram", "lmdb")
+CASES = [(cache, source) for source in SOURCES for cache in CACHES]
 
 
 @pytest.fixture(params=CASES, ids=" of ".join)
@@ -98,15 +89,11 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
     def open_case() -> tuple[str, CachedDataset, Reads, list[Any]]:
         name, kind = request.param
         source = SOURCES[kind](photos, remote)
-        samples = [decode_images(source[index]) for index in range(SIZE)]
+        samples = [source[index] for index in range(SIZE)]
         reads = Reads(source, monkeypatch)
         path = tmp_path / "cache"
-        if name.endswith("of files"):
-            build_lmdb(encoded_source(source), path, codec="source", num_workers=0, progress=False)
-        on_disk = ["ram", f"lmdb:{path}"] if name.startswith("ram over") else f"lmdb:{path}"
-        in_memory: Any = {"none": None, "ram": "ram", "ram-encoded": "ram-encoded"}
-        cache = in_memory.get(name, on_disk)
-        if cache is on_disk and not path.exists():
+        cache = {"none": None, "ram": "ram", "lmdb": f"lmdb:{path}"}[name]
+        if name == "lmdb":
             CachedDataset.build(source, path, num_workers=0, progress=False).close()
         dataset = CachedDataset(source, cache=cache, max_memory=1 << 24)
         reads.take()

@@ -187,7 +187,7 @@ def images(num_samples: int = 40, bad: Sequence[int] = ()) -> Callable[[], Any]:
     ("dataset", "shards", "options"),
     [
         (Images(30), 4, {}),
-        (Everything(30), 4, {"codec": "jpeg", "quality": 80}),
+        (Everything(30), 4, {}),
         (BrokenImages(30, bad=[3, 8, 29], version="1"), 4, {"on_error": "skip", "max_errors": 1.0}),
         (Images(30), 1, {}),
         (Images(3), 8, {}),
@@ -232,7 +232,7 @@ def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> 
         os.chdir(tmp_path)
         return Calling(20, 13, lambda: during.append(os.getcwd()))
 
-    settings = {"codec": None, "quality": None, "on_error": "raise"}
+    settings = {"on_error": "raise"}
     stop(tmp_path / "cache", shards=2)
     assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), settings)(1), str)
     assert (during, os.getcwd()) == ([os.fspath(tmp_path)], before)
@@ -253,7 +253,7 @@ def test_a_task_that_cannot_follow_the_plan_fails(state: str, tmp_path: Path) ->
     if state == "removed":
         inventory.remove(str(path))
     before = sorted(tmp_path.rglob("*"))
-    task = Task(images(21), os.fspath(path), {"codec": None, "quality": None, "on_error": "raise"})
+    task = Task(images(21), os.fspath(path), {"on_error": "raise"})
     if state == "removed":
         with pytest.raises(TransientTaskError, match="was removed while the cache was built"):
             task(3)

@@ -18,9 +18,6 @@ from PIL import Image
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.disk.segments import SegmentWriter
-from fastload.cache.format.codecs import CACHE_CODECS
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.images.encoded import EncodedImage
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
@@ -28,7 +25,7 @@ from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Everything, Files, Images, Made, Pair
+from tests.cache.zoo import Everything, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
 from tests.kit.numbered_files import key_of
 from tests.kit.torchvision import import_torchvision
@@ -55,8 +52,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         leaf = flatten(value)[0].leaves[0]
         return np.frombuffer(bytes(to_bytes(leaf, value)), TENSOR_STORAGE[leaf.dtype]).reshape(leaf.shape)
-    if isinstance(value, EncodedImage):
-        return value.content()
     return {np.str_: str, np.bytes_: bytes}.get(type(value), lambda same: same)(value)
 
 
@@ -83,11 +78,11 @@ def assert_reads(path: Path, expected: dict[int, Any]) -> None:
 
 
 def test_it_imports_nothing_of_fastload() -> None:
-    """Only the standard library, NumPy, and Pillow for image files."""
+    """Only the standard library and NumPy."""
     tree = ast.parse(Path(plain_reader.__file__).read_text())
     lines = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {getattr(node, "module", None) or node.names[0].name for node in lines}
-    assert names == {"ast", "io", "json", "struct", "zlib", "pathlib", "numpy", "PIL"}
+    assert names == {"ast", "json", "struct", "zlib", "pathlib", "numpy"}
 
 
 def test_the_page_has_each_number_of_the_reader() -> None:
@@ -109,24 +104,15 @@ def test_values_of_every_kind_are_read(tmp_path: Path) -> None:
         build_lmdb(dataset, tmp_path / str(number), num_workers=0).close()
         assert_reads(tmp_path / str(number), {index: dataset.sample(index) for index in range(len(dataset))})
     leaves: tuple[Leaf, ...] = flatten(values(0))[0].leaves
-    assert {leaf.kind for leaf in leaves} | {"image"} == {*BARE_KINDS, "array", "tensor", "scalar"}
+    assert {leaf.kind for leaf in leaves} == {*BARE_KINDS, "array", "tensor", "scalar"}
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CACHE_CODECS if codec != "source"])
-def test_images_of_every_codec_are_read(codec: str, tmp_path: Path) -> None:
-    """In shards, of which samples were left out; pixels are those of the cache."""
+def test_shards_are_read(tmp_path: Path) -> None:
+    """Of which samples were left out."""
     dataset = BrokenImages(30, bad=[3, 4, 10, 28])
     skip: Any = {"on_error": "skip", "max_errors": 1.0}
-    build_lmdb(dataset, tmp_path / "a", num_workers=0, shards=3, codec=codec, **skip).close()
-    cache = LMDBCache(tmp_path / "a")
-    assert_reads(tmp_path / "a", {index: cache.get(index) for index in range(30) if index not in dataset.bad})
-
-
-def test_files_that_are_not_decoded_are_read(photos: Path, tmp_path: Path) -> None:
-    """The bytes of the file, without the path before them."""
-    dataset = Files(photos, "dict")
-    build_lmdb(dataset, tmp_path / "a", num_workers=0, codec="source").close()
-    assert_reads(tmp_path / "a", {index: dataset.sample(index) for index in range(len(dataset))})
+    build_lmdb(dataset, tmp_path / "a", num_workers=0, shards=3, **skip).close()
+    assert_reads(tmp_path / "a", {i: dataset.sample(i) for i in range(30) if i not in dataset.bad})
 
 
 def test_objects_are_read_as_their_parts(tmp_path: Path) -> None:

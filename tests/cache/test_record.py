@@ -1,11 +1,10 @@
-"""Records, codecs and nests: every sample comes back, and no damage does more than raise."""
+"""Records and nests: every sample comes back, and no damage does more than raise."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
 import decimal
-import io
 import json
 import sys
 import warnings
@@ -20,22 +19,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from skimage import data as photographs
 
-from fastload.cache.format.codecs import CODECS, codec_of_leaf, decode_image, encode_image
-from fastload.cache.format.record import ALIGNMENT_BYTES, decode, encode, record_parts
-from fastload.cache.format.undecoded import decode_images
+from fastload.cache.format.record import ALIGNMENT_BYTES, decode, encode
 from fastload.cache.lmdb.lmdb_cache import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
-from fastload.images.decode import decode as image_of
-from fastload.images.encoded import EncodedImage
-from fastload.images.restart_markers import crop_jpeg
-from fastload.nested.leaf import TENSOR_STORAGE, Leaf
+from fastload.nested.leaf import TENSOR_STORAGE
 from fastload.nested.spec import Spec, flatten
 from fastload.nested.tensors import TENSOR_DTYPES
 from fastload.nested.tree import OpaqueLeafError, copy_views, leaves, structure_of
-from tests.cache.zoo import Everything, Pair, Triple
+from tests.cache.zoo import Pair, Triple
 from tests.kit.batches import assert_same_samples
 
 _DTYPES = (
@@ -192,8 +184,7 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
         (Pair(1, 2), b"tests.cache.zoo", b"tests.cache.xyz", r"import tests\.cache\.xyz"),  # imports nothing
         (Pair(1, 2), b'"Pair"', b'"Imag"', "no such class"),  # another object is not called
         (1, b"FLrc\x02", b"FLrc\x01", "not a record of format 2"),
-        (1, b"\x08\0\0\0\0\0\0\0\x01", b"\x08\0\0\0\0\0\0\x09\x01", "codec 9"),
-        (1, b"\x08\0\0\0\0\0\0\0\x01", b"\x08\0\0\0\0\0\0\x02\x01", "codec 2"),
+        (1, b"\x08\0\0\0\0\0\0\0\x01", b"\x08\0\0\0\0\0\0\x09\x01", "claims .* bytes, which is impossible"),
         ("text", b"text", b"\xff\xfe\xfd\xfc", "a record's str"),
     ],
 )
@@ -236,108 +227,6 @@ def test_a_namedtuple_that_was_defined_again_is_the_new_class(monkeypatch: pytes
         monkeypatch.setattr(module, "Again", kind, raising=False)
         monkeypatch.setattr(kind, "__module__", __name__)
         assert type(decode(encode(kind(np.zeros(3, np.uint8), 1)))) is kind
-
-
-# --- codecs --------------------------------------------------------------------------------------------
-
-
-_SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)).flatmap(
-    lambda side: st.sampled_from([side, (*side, 1), (*side, 3)])
-)
-
-
-def record(sample: Any, codec: str, quality: int = 95, lossy_leaf: str = "$") -> bytes:
-    return b"".join(record_parts(*flatten(sample), codec, quality, lossy_leaf)[0])
-
-
-def noise(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    return np.random.RandomState(0).randint(0, 256, shape, np.uint8)
-
-
-@given(_SHAPES, st.sampled_from([("raw", 1), ("png", 1), ("webp", 100)]))
-@settings(max_examples=60)
-def test_exact_codecs_are_exact(shape: tuple[int, ...], way: tuple[str, int]) -> None:
-    """raw, png, and webp of quality 100 give back every pixel, C-contiguous and read-only."""
-    image = noise(shape)
-    back = decode(record({"image": image, "label": 3}, *way))
-    assert_same_samples(back, {"image": image, "label": 3})
-    assert (back["image"].flags.c_contiguous, back["image"].flags.writeable) == (True, False)
-
-
-def test_lossy_codecs_are_close() -> None:
-    """A photograph survives with a small mean error, in far fewer bytes; in fewer with less quality."""
-    image = np.ascontiguousarray(photographs.astronaut())
-    for codec in ("jpeg", "webp"):
-        text = record(image, codec)
-        back = decode(text)
-        assert (back.shape, back.dtype) == (image.shape, image.dtype)
-        assert 0 < np.abs(back.astype(int) - image).mean() < 3
-        assert len(record(image, codec, 30)) < len(text) < image.nbytes / 3
-
-
-def test_jpegs_have_restart_markers() -> None:
-    """Restart markers change no pixel, take 1% more, and let a crop decode a part of the record."""
-    image, plain = np.ascontiguousarray(photographs.astronaut()), io.BytesIO()
-    Image.fromarray(image).save(plain, "JPEG", quality=95)
-    file = encode_image("jpeg", image, 95)
-    np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
-    assert len(file) < 1.015 * len(plain.getvalue())
-    cut = crop_jpeg(file, (0, 0, 64, 64))
-    assert cut is not None
-    assert len(cut.content) < len(file) / 5
-
-
-def test_jpegs_may_stay_undecoded() -> None:
-    """Those of at least 256 x 256 pixels, with the same pixels; their header is compared with the record."""
-    sample = {"large": noise((300, 240, 3)), "small": noise((240, 240, 3)), "mask": noise((300, 240))}
-    for codec in CODECS:
-        text = record(sample, codec, lossy_leaf='$["large"]')
-        expected, found = decode(text), decode(text, undecoded=True)
-        assert (type(found["large"]) is EncodedImage) == (codec == "jpeg")
-        assert_same_samples(decode_images(found), expected)
-        assert type(found["small"]) is type(found["mask"]) is np.ndarray
-    changed = bytearray(record(sample["large"], "jpeg"))
-    at = changed.index(b"\xff\xc0") + 5
-    changed[at : at + 2] = (299).to_bytes(2, "big")
-    with pytest.raises(CacheCorruptError, match="it is 299 x 240"):
-        decode(bytes(changed), undecoded=True)
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_masks_and_what_is_no_image_are_exact_in_every_codec(codec: str) -> None:
-    """One channel may be a mask, whose numbers never change; other leaves stay as they are."""
-    sample = Everything(3).sample(1)
-    del sample["image"]
-    mask = noise((33, 21)) % 5
-    sample["arrays"] = [noise((2, 3, 4)), noise((5,)), noise((0, 3, 3)), noise((4, 4, 3)).astype(np.int16)]
-    sample["masks"] = (mask, mask[:, :, None])
-    assert_same_samples(decode(record(sample, codec, 50)), sample)
-
-
-def test_what_a_codec_applies_to() -> None:
-    """Images of one or three channels, of sides that every format can hold."""
-    u1 = {(8, 8, 3): "jpeg", (8, 8, 1): "png", (8, 8): "png"}
-    others = [(8, 8, 4), (8,), (2, 8, 8, 3), (20_000, 8, 3), (10_000, 10_000, 3)]
-    for shape, way in {**u1, **dict.fromkeys(others, "raw")}.items():
-        assert codec_of_leaf("jpeg", Leaf("array", "|u1", shape)) == way
-    for leaf in (Leaf("array", "|i1", (8, 8, 3)), Leaf("tensor", "uint8", (8, 8, 3)), Leaf("str")):
-        assert codec_of_leaf("jpeg", leaf) == "raw"
-
-
-@pytest.mark.parametrize("codec", ["jpeg", "png", "webp"])
-def test_an_image_that_is_cut_short_or_of_another_shape_is_corrupt(codec: str) -> None:
-    """No beginning of an image file is an image; size and channels are the leaf's."""
-    for quality in (90, 100):
-        whole = encode_image(codec, noise((40, 39, 3)), quality)
-        leaf = Leaf("array", "|u1", (40, 39, 3))
-        assert decode_image(codec, whole, leaf).shape == leaf.shape
-        for end in [*range(0, len(whole), 97), len(whole) - 2, len(whole) - 1]:
-            said = f"^a record's {codec} image of .* bytes is cut short$"
-            with pytest.raises(CacheCorruptError, match=said):
-                decode_image(codec, whole[:end], leaf)
-    for shape in [(39, 40, 3), (40, 39), (40, 39, 1), (20, 39, 3)]:
-        with pytest.raises(CacheCorruptError, match=f"^a record's {codec} image .* cannot be read: "):
-            decode_image(codec, whole, Leaf("array", "|u1", shape))
 
 
 # --- nests ---------------------------------------------------------------------------------------------

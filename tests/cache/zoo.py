@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.images.encoded import EncodedImage
-
 
 class Pair(NamedTuple):
     image: Any
@@ -127,27 +125,3 @@ class Made(Images):
 
     def sample(self, index: int) -> Any:
         return self.make(index)
-
-
-FORMS: dict[str, Any] = {
-    "alone": lambda image, label: image,
-    "pair": lambda image, label: (image, label),
-    "tuple": lambda image, label: (image, label, "text"),
-    "list": lambda image, label: [image, label],
-    "namedtuple": lambda image, label: Pair(image, label),
-    "dict": lambda image, label: {"image": image, "mask": image, "label": label},
-    "nested": lambda image, label: {"image": image, "more": [{"again": (image, label)}]},
-}
-
-
-class Files(Images):
-    """The images below a folder, undecoded or decoded, in samples of one of FORMS."""
-
-    def __init__(self, folder: Any, form: str = "pair", *, is_decoded: bool = False) -> None:
-        self.paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        super().__init__(len(self.paths))
-        self.form, self.is_decoded = form, is_decoded
-
-    def sample(self, index: int) -> Any:
-        image = EncodedImage(self.paths[index])
-        return FORMS[self.form](image.decode() if self.is_decoded else image, index)

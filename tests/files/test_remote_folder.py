@@ -157,7 +157,6 @@ DATASETS: dict[str, Callable[[Any], Any]] = {
     "cached": fastload.CachedDataset,
     "prepared": lambda folder: fastload.CachedDataset(folder, pre_transform=prepared, cache_key="prepared"),
     "none": lambda folder: fastload.CachedDataset(folder, cache=None),
-    "encoded": lambda folder: fastload.CachedDataset(folder, cache="ram-encoded"),
 }
 
 
@@ -174,7 +173,7 @@ def test_the_files_of_a_batch_are_read_at_the_same_time(
     faulty.gate = staticmethod(meet(6))
     assert values(loader_of(dataset, 12)) == in_batches_of(12)
     faulty.reads.clear()
-    if kind in ("cached", "prepared", "encoded"):
+    if kind in ("cached", "prepared"):
         assert values(loader_of(dataset, 5))[0] == list(range(5))
         assert not faulty.reads
         assert not folder._reader()._files  # files that nobody takes would be there, read or not

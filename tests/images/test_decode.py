@@ -19,11 +19,10 @@ from PIL import Image, ImageOps
 
 from fastload.errors import ImageReadError
 from fastload.images import jpeg
-from fastload.images.decode import _opened, _read, decode, read_image
+from fastload.images.decode import decode, decode_image, read_image
 from fastload.images.encoded import EncodedImage
-from fastload.images.jpeg import decode_jpeg, parse_jpeg
+from fastload.images.jpeg import opencv_pixels
 from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
-from tests.images.test_restart_markers import GREY, SAMPLINGS, marked_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,9 +180,23 @@ def test_impossible_sizes_are_named(error: type[Exception], sizes: list[Any]) ->
 # --- OpenCV's decoder and Pillow's ------------------------------------------------------------------------
 
 
+SAMPLINGS = [0x111111, 0x211111, 0x221111, 0x411111, 0x121111]
+GREY = 0
+
+
+def noise_file(interval: int, sampling: int, is_progressive: int) -> bytes:
+    """A JPEG of noise, 61 x 83, with a restart marker every `interval` MCUs."""
+    noise = np.random.default_rng(0).integers(0, 256, (61, 83, 3), np.uint8)
+    options = [cv2.IMWRITE_JPEG_RST_INTERVAL, interval, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive]
+    if sampling != GREY:
+        options += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling]
+    return cv2.imencode(".jpg", noise if sampling != GREY else noise[..., 0], options)[1].tobytes()
+
+
 def of_pillow(content: bytes) -> np.ndarray:
     """The same file, read by Pillow alone."""
-    return _opened(content, "x", lambda image: _read(image, None))
+    with mock.patch.object(jpeg, "_decoder", return_value=None):
+        return decode(content, "x")
 
 
 def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, ...]:
@@ -199,11 +212,9 @@ def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, .
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
 def test_opencv_gives_pillows_pixels(sampling: int, is_progressive: int, interval: int) -> None:
     """Every sampling, sequential or progressive, with and without restart markers."""
-    content = marked_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
-    header = parse_jpeg(content)
-    assert header is not None
-    assert (header.height, header.width, header.tags_at) == (61, 83, [])
-    pixels = decode_jpeg(content, header)
+    content = noise_file(interval, sampling, is_progressive)
+    with Image.open(io.BytesIO(content)) as image:
+        pixels = opencv_pixels(image)
     assert pixels is not None
     assert pixels.flags.c_contiguous
     assert pixels.flags.writeable
@@ -237,10 +248,10 @@ def test_damage_has_pillows_outcome(kind: str, orientation: int, doubled: Any, d
         content[start : start + removed] = data.draw(st.binary(max_size=3) | marker | byte)
     if data.draw(st.booleans()):
         content += b"\xff\xd9"
-    expected, header = outcome(of_pillow, bytes(content)), parse_jpeg(memoryview(bytes(content)))
+    expected = outcome(of_pillow, bytes(content))
     assert outcome(lambda file: decode(file, "x"), bytes(content)) == expected
-    if header is not None and not header.tags_at and expected[0] != "raised":
-        assert (header.height, header.width, 3) == expected[0]
+    if expected[0] != "raised":
+        assert EncodedImage("x", bytes(content)).shape == expected[0]
 
 
 @pytest.mark.parametrize("has_rgb", [True, False], ids=["other pixels", "before 4.11"])
@@ -263,6 +274,38 @@ def test_an_opencv_that_is_not_as_pillow_is_not_used(monkeypatch: pytest.MonkeyP
         np.testing.assert_array_equal(decode(image_file("4:2:0"), "x"), of_pillow(image_file("4:2:0")))
     finally:
         jpeg._decoder.cache_clear()
+
+
+# --- the content of a file ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "grey", "png"])
+def test_decode_image_has_the_pixels_of_read_image(kind: str, tmp_path: Path) -> None:
+    """Of bytes, and of arrays of them, read-only or with gaps; the result is new and writable."""
+    content, path = image_file(kind, orientation=6), tmp_path / "a"
+    path.write_bytes(content)
+    array = np.frombuffer(content, np.uint8)
+    gaps = np.repeat(array, 2)[::2]
+    for data in (content, bytearray(content), memoryview(content), array, gaps):
+        image = decode_image(data)
+        assert np.array_equal(image, read_image(path))
+        assert image.flags.writeable
+
+
+def test_decode_image_says_what_it_got() -> None:
+    """The number of bytes of what is no image, and the type, shape and dtype of what is no content."""
+    for data, said in ((b"", "0 bytes.*empty"), (bytes(1234), "1,234 bytes.*not an image of a format")):
+        with pytest.raises(ImageReadError, match=said):
+            decode_image(data)
+    with pytest.raises(ImageReadError, match="truncated"):
+        decode_image(np.frombuffer(image_file("4:2:0"), np.uint8)[:-300])
+    for wrong, said in (
+        ("a.jpg", r"got 'a\.jpg': for a path, use fastload\.read_image"),
+        (np.zeros((4, 4, 3), np.uint8), r"got an array \(4, 4, 3\) uint8"),
+        (np.zeros(9, np.int8), r"got an array \(9,\) int8"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            decode_image(wrong)  # type: ignore[arg-type]
 
 
 # --- bad files --------------------------------------------------------------------------------------------
@@ -305,7 +348,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: st
     with pytest.raises(ImageReadError, match=reason) as caught:
         read_image(path)
     with pytest.raises(ImageReadError) as of_encoded:
-        EncodedImage(path).decode()
+        EncodedImage(str(path)).decode()
     error, copy = caught.value, pickle.loads(pickle.dumps(caught.value))
     assert error.path == str(path)
     assert repr(str(path)) in str(error) == str(of_encoded.value)
@@ -313,7 +356,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: st
     assert (copy.path, copy.reason, str(copy)) == (error.path, error.reason, str(error))
     if not content or name == "text.jpg":  # has no header
         with pytest.raises(ImageReadError) as of_shape:
-            _ = EncodedImage(path).shape
+            _ = EncodedImage(str(path)).shape
         assert str(of_shape.value) == str(error)
 
 
@@ -325,7 +368,7 @@ def test_a_file_cut_anywhere_is_an_error(kind: str, tmp_path: Path) -> None:
     for end in {0, 1, 2, 3, 20, *range(30, len(content), len(content) // 40), len(content) - 1}:
         path.write_bytes(content[:end])
         found = []
-        for read in (lambda: read_image(path), lambda: EncodedImage(path).decode((1, 1, 9, 9))):
+        for read in (lambda: read_image(path), lambda: EncodedImage(str(path)).decode((1, 1, 9, 9))):
             try:
                 found.append(read() is None)
             except ImageReadError as error:
@@ -341,17 +384,39 @@ def test_lack_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pyte
         read_image(tmp_path / "a.png")
 
 
-def test_only_pillows_warnings_are_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large images warn of nothing; by one filter for all reads, as each new one makes others warn again."""
-    Image.fromarray(SCENE).save(tmp_path / "a.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 - 1)  # between Pillow's warning and its error
+def test_only_pillows_warnings_of_damaged_tags_are_silenced(tmp_path: Path) -> None:
+    """By one filter for all reads, as each new one makes others warn again."""
+    (tmp_path / "a.jpg").write_bytes(saved(SCENE, "jpg", exif=DAMAGED_EXIF))
     with warnings.catch_warnings():
-        assert np.array_equal(read_image(tmp_path / "a.png"), SCENE)
+        read_image(tmp_path / "a.jpg")
         filters = list(warnings.filters)
-        read_image(tmp_path / "a.png")
+        read_image(tmp_path / "a.jpg")
         assert list(warnings.filters) == filters
         with pytest.warns(UserWarning, match="mine"):
             warnings.warn("mine", stacklevel=1)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_pillows_limit_of_pixels_holds(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to it nothing happens, for JPEGs too; above it Pillow warns, or raises its warning or its error."""
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(SCENE).save(path)
+    expected = of_pillow(path.read_bytes())
+    jpeg._decoder.cache_clear()  # what it compares first has more pixels than this limit
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size)
+    assert jpeg._decoder() is not None
+    assert np.array_equal(read_image(path), expected)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size - 1)
+    with pytest.warns(Image.DecompressionBombWarning, match="3072 pixels"):
+        assert np.array_equal(read_image(path), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Image.DecompressionBombWarning):
+            read_image(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", SCENE_GREY.size // 2 - 1)
+    with pytest.raises(ImageReadError, match=r"3072 pixels") as caught:
+        read_image(path)
+    assert isinstance(caught.value.__cause__, Image.DecompressionBombError)
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import functools
 import importlib
 import io
 import os
-import pickle
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.errors import ImageReadError
 from fastload.images import regions
 from fastload.images.decode import decode
 from fastload.images.encoded import EncodedImage
@@ -77,7 +75,7 @@ def assert_boxes_are_parts(content: bytes, count: int, seed: int = 1) -> None:
     """Random boxes of a file have the pixels of the whole image, in arrays that the caller owns."""
     whole = decode(content, "whole")
     rng = np.random.default_rng(seed)
-    image = EncodedImage(content)
+    image = EncodedImage("x", content)
     assert image.shape == whole.shape
     np.testing.assert_array_equal(image.decode(), whole)
     for _ in range(count):
@@ -119,66 +117,6 @@ def test_boxes_of_odd_files() -> None:
     assert_boxes_are_parts(file.getvalue(), 10)
 
 
-@pytest.mark.parametrize("kind", ["4:2:0", "png"])
-def test_a_box_must_lie_in_the_image(kind: str) -> None:
-    """Empty ones and ones that exceed the image are a ValueError with its size; coordinates are ints."""
-    image = EncodedImage(image_file(kind))
-    for box in [(5, 5, 5, 9), (0, 5, 5, 5), (-1, 0, 5, 5), (0, -1, 5, 5), (0, 0, 84, 5), (0, 0, 5, 62)]:
-        with pytest.raises(ValueError, match="61 x 83 pixels"):
-            image.decode(box)
-    with pytest.raises(TypeError, match="four ints"):
-        image.decode((0.0, 0.0, 10.0, 10.0))  # type: ignore[arg-type]
-    assert image.decode(tuple(np.array([1, 2, 30, 40]))).shape == (38, 29, 3)
-
-
-# --- the object -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("source", [None, np.zeros((4, 4, 3), np.uint8), ["a.jpg"]])
-def test_sources_of_other_types_are_refused(source: Any) -> None:
-    """When the object is made."""
-    with pytest.raises(TypeError, match="path of an image file, or its content as bytes"):
-        EncodedImage(source)
-
-
-@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, None])
-def test_a_pickle_has_the_same_pixels(wrap: Any, tmp_path: Path) -> None:
-    """Bytes pickle as they are, and a path as the path, also after its file was read."""
-    path = tmp_path / "a.jpg"
-    path.write_bytes(image_file("4:2:0"))
-    image = EncodedImage(path if wrap is None else wrap(path.read_bytes()))
-    expected = image.decode()
-    data = pickle.dumps(image)
-    np.testing.assert_array_equal(pickle.loads(data).decode(), expected)
-    if wrap is None:
-        assert len(data) < 500
-        assert pickle.loads(data).path == str(path)
-
-
-def test_errors_about_content_name_its_path() -> None:
-    """Content that came from a cache keeps its path, through a pickle; other content is said to be bytes."""
-    copy = pickle.loads(pickle.dumps(EncodedImage.of(memoryview(b"damaged"), "/photos/a.jpg")))
-    with pytest.raises(ImageReadError, match=r"/photos/a\.jpg"):
-        copy.decode()
-    with pytest.raises(ImageReadError, match="<bytes>"):
-        EncodedImage(b"nothing").decode()
-
-
-def test_an_image_of_a_path_keeps_no_content(tmp_path: Path) -> None:
-    """A dataset may keep objects for all of its files; each use reads the file again."""
-    path = tmp_path / "image.jpg"
-    path.write_bytes(image_file("4:2:0"))
-    image = EncodedImage(path)
-    before = image.decode((0, 0, 20, 20))
-    path.write_bytes(image_file("grey"))
-    assert not np.array_equal(image.decode((0, 0, 20, 20)), before)
-    kept = image.opened()
-    path.unlink()
-    assert kept.decode().shape == (61, 83, 3)
-    with pytest.raises(ImageReadError, match=r"image\.jpg"):
-        image.content()
-
-
 # --- the decoder of regions -------------------------------------------------------------------------------
 
 
@@ -186,12 +124,12 @@ def test_an_image_of_a_path_keeps_no_content(tmp_path: Path) -> None:
 def test_threads_and_forks_decode_boxes(is_shared: bool) -> None:
     """Four threads decode boxes of one object, or of their own; so does a child forked afterwards."""
     content = image_file("4:2:0", 200, 300)
-    whole, shared = decode(content, "x"), EncodedImage(content)
+    whole, shared = decode(content, "x"), EncodedImage("x", content)
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(40):
-            image = shared if is_shared else EncodedImage(content)
+            image = shared if is_shared else EncodedImage("x", content)
             (y_min, y_max), (x_min, x_max) = (random_span(rng, side) for side in whole.shape[:2])
             found = image.decode((x_min, y_min, x_max, y_max))
             np.testing.assert_array_equal(found, whole[y_min:y_max, x_min:x_max])

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import fastload
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import ImageReadError
 from fastload.files.file_systems import local_path
@@ -184,16 +185,35 @@ def test_samples_are_those_of_read_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flip", [A.HorizontalFlip(p=1), np.fliplr])
 def test_a_transform_gets_the_image(flip: Any, tmp_path: Path) -> None:
-    """As in torchvision, also an albumentations pipeline; such a folder has no fingerprint and no files."""
+    """As in torchvision, also an albumentations pipeline; such a folder has no fingerprint."""
     folder = ImageFolder(make(tmp_path, "a/1.png"), flip)
     image, label = folder[0]
     assert np.array_equal(image, PIXELS[:, ::-1])
     assert label == 0
     assert folder.fingerprint() is None
-    with pytest.raises(ValueError, match=r"pass the transform to fastload\.CachedDataset"):
-        folder.encoded(0)
     with pytest.raises(TypeError, match="transform should be a function of an image, but got 8; size= is"):
         ImageFolder(tmp_path, 8)  # type: ignore[arg-type]
+
+
+def test_without_decoding_samples_are_the_bytes_of_the_files(tmp_path: Path) -> None:
+    """As new arrays of the caller's, also of what is no image; they decode to the images."""
+    make(tmp_path, "a/1.png", "b/1.png")
+    folder, decoded = ImageFolder(tmp_path, decode=False), ImageFolder(tmp_path)
+    data, label = folder[1]
+    assert (data.dtype, data.ndim, label) == (np.uint8, 1, 1)
+    assert data.tobytes() == (tmp_path / "b" / "1.png").read_bytes()
+    assert np.array_equal(fastload.decode_image(data), decoded[1][0])
+    data[:] = 0
+    assert folder[1][0].any()
+    assert ImageFolder(tmp_path, len, decode=False)[1][0] == len(data)
+    assert folder.fingerprint() != decoded.fingerprint()
+    (tmp_path / "a" / "1.png").write_bytes(b"no image")
+    assert folder[0][0].tobytes() == b"no image"
+    (tmp_path / "a" / "1.png").unlink()
+    with pytest.raises(ImageReadError, match=r"a/1\.png.*No such file"):
+        folder[0]
+    with pytest.raises(ValueError, match=r"^size=8 resizes decoded images: omit it, or decode=False$"):
+        ImageFolder(tmp_path, size=8, decode=False)
 
 
 def test_an_unreadable_file_is_an_error_at_its_index(tmp_path: Path) -> None:
@@ -254,7 +274,6 @@ def test_samples_can_be_set(tmp_path: Path) -> None:
     folder.samples = [(path, 1) for path, _ in folder.samples]
     names.append(folder.fingerprint())
     assert np.asarray(folder.targets).tolist() == [1, 1, 1]
-    assert folder.encoded(0)[1] == 1
     assert elsewhere + before == [*elsewhere, *before]
     assert before + elsewhere == [*before, *elsewhere]
     assert len({str(name) for name in names}) == 4

@@ -145,7 +145,7 @@ def suggested(kind: str, dataset: Any, free_bytes: int) -> dict[str, str]:
         (zoo.SlowRead(), 1, {"lmdb"}),
         (zoo.Quick(A.Compose([A.Normalize(), A.ToTensorV2()])), 1 << 40, {"uint8"}),
     ],
-    ids=["ram", "jpeg", "lmdb", "uint8"],
+    ids=["ram", "disk", "lmdb", "uint8"],
 )
 def test_advised_code_runs_as_printed(
     dataset: Any, free_bytes: int, changes: set[str], tmp_path: Path, no_minimum: None, monkeypatch: Any
@@ -281,11 +281,11 @@ def test_collating_without_a_collate_fn_is_not_blamed(kind: str) -> None:
     }
 
 
-@pytest.mark.parametrize(("has_markers", "has_decoder"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("has_decoder", [False, True])
 def test_a_decoder_of_regions_is_suggested_where_it_lacks(
-    has_markers: bool, has_decoder: bool, tmp_path: Path, no_minimum: None, monkeypatch: pytest.MonkeyPatch
+    has_decoder: bool, tmp_path: Path, no_minimum: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a dataset that asks for regions; not where it decodes them, or cuts files at restart markers."""
+    """To a dataset that asks for regions; not where it decodes them."""
     if not has_decoder:
         monkeypatch.setattr(regions, "_codec", lambda: None)
     elif regions.name_of_decoder() is None:
@@ -293,11 +293,11 @@ def test_a_decoder_of_regions_is_suggested_where_it_lacks(
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8))
     (tmp_path / "a").mkdir()
     for number in range(24):
-        noise.save(tmp_path / "a" / f"{number}.jpg", restart_marker_blocks=5 if has_markers else 0)
+        noise.save(tmp_path / "a" / f"{number}.jpg")
     transform = A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()])
     dataset = fastload.CachedDataset(fastload.ImageFolder(tmp_path), transform, cache=None)
     texts = suggested("fastload", dataset, 1 << 40)
-    assert ("pip install" in texts.get("regions", "")) == (not has_markers and not has_decoder)
+    assert ("pip install" in texts.get("regions", "")) == (not has_decoder)
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))

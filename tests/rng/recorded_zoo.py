@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import io
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import albumentations as A  # the name its own documentation uses
 import numpy as np
 from PIL import Image
 
-from fastload import CachedDataset
-from fastload.images.encoded import EncodedImage
+from fastload import CachedDataset, ImageFolder
 from tests.rng.draws_zoo import plain, run
 from tests.rng.pipelines_zoo import Corners, CornerStream, CropsBatch, WithCrop
 
@@ -46,11 +47,15 @@ class Images:
         return PIXELS + np.uint8(index), index
 
 
-def files() -> Any:
-    """Undecoded images, which a crop decodes."""
-    data = io.BytesIO()
-    Image.fromarray(np.kron(PIXELS[:16, :16], np.ones((9, 9, 1), np.uint8))).save(data, "png")
-    return [(EncodedImage(data.getvalue()), label) for label in range(12)]
+@functools.cache
+def photos() -> tempfile.TemporaryDirectory[str]:
+    """A folder of classes with one image each, which lives as long as this process."""
+    folder = tempfile.TemporaryDirectory()
+    for label in range(12):
+        (Path(folder.name) / f"{label:02}").mkdir()
+        image = Image.fromarray(np.kron(PIXELS[:16, :16], np.ones((9, 9, 1), np.uint8)))
+        image.save(Path(folder.name) / f"{label:02}" / "0.png")
+    return folder
 
 
 # Each makes a dataset and the options of its loader anew, with one pipeline.
@@ -63,7 +68,7 @@ KINDS: dict[str, Any] = {
     "stream": lambda: (CornerStream(), {}),
     "collate_fn": lambda: ([*range(12)], {"collate_fn": CropsBatch()}),
     "cached": lambda: (CachedDataset(Images(), cropping(A.ToTensorV2())), {}),
-    "encoded": lambda: (CachedDataset(files(), cropping(), cache=None), {}),
+    "encoded": lambda: (CachedDataset(ImageFolder(photos().name), cropping(), cache=None), {}),
 }
 WAYS: dict[str, Any] = {
     "alone": {},

@@ -10,7 +10,7 @@ for number in (0, 20, 39):
     content = open(path, "rb").read()
     open(path, "wb").write(content[:60] if number else b"")
 photos = fastload.ImageFolder("photos")
-for cache in (None, "ram", "ram-encoded"):
+for cache in (None, "ram"):
     dataset = photos if cache is None else fastload.CachedDataset(photos, cache=cache)
     for num_workers in (0, 2):
         options = {"num_workers": num_workers, "on_error": "replace", "max_errors": 3}

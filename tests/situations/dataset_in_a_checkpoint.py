@@ -14,7 +14,7 @@ if sys.argv[1] == "save":
     photos = fastload.ImageFolder("photos")
     train = fastload.CachedDataset(photos, cache="ram")
     train.fill(num_workers=0, progress=False)
-    val = fastload.CachedDataset(photos, cache=["ram", "lmdb:photos.lmdb"])
+    val = fastload.CachedDataset(photos, cache="lmdb:photos.lmdb")
     loader = fastload.DataLoader(train, batch_size=8)
     names = fastload.SharedList([f"name {number}" for number in range(40)])
     hyperparameters = {"train": train, "nested": [{"val": val}], "names": names, "loader": loader}

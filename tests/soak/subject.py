@@ -60,14 +60,12 @@ class Subject:
             key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
         path = self._folder / "samples.lmdb"
-        codec, shards = "png" if case.source == "png lmdb" else None, 3 if case.source == "shards" else 1
+        shards = 3 if case.source == "shards" else 1
         num_workers = case.seed % 2  # half of the builds have a worker
-        build_lmdb(samples, path, codec=codec, shards=shards, num_workers=num_workers, progress=False).close()
-        if case.source.startswith("from_cache"):
-            in_ram = case.source == "from_cache in ram"
-            return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, max_memory=max_memory)
-        cache: Any = ["ram", f"lmdb:{path}"] if case.source == "tiers" else f"lmdb:{path}"
-        return fastload.CachedDataset(samples, transform, cache=cache, **options)
+        build_lmdb(samples, path, shards=shards, num_workers=num_workers, progress=False).close()
+        if case.source == "from_cache":
+            return fastload.CachedDataset.from_cache(path, transform)
+        return fastload.CachedDataset(samples, transform, cache=f"lmdb:{path}", **options)
 
     def loader(self, **changes: Any) -> fastload.DataLoader:
         """A new loader with the settings of the case and with these changes; `close` closes it."""

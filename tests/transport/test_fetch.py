@@ -66,10 +66,6 @@ _CANNOT = "which default_collate cannot batch: return"
 _DIFFERS = "in the first sample of the batch and"
 # A function of the index, and how the note on default_collate's error begins.
 NOT_COLLATED: dict[str, tuple[Any, str]] = {
-    "undecoded": (
-        lambda i: {"label": i, "image": fastload.EncodedImage(b"a file")},
-        "$['image'] is an EncodedImage, which a CachedDataset decodes",
-    ),
     "shapes": (
         lambda i: (np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(i + 1, 4), "label": i}),
         f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
@@ -355,7 +351,7 @@ def test_an_error_of_default_collate_names_the_field(name: str, collate_fn: Any,
 
     note = _fails(loader, (TypeError, RuntimeError, KeyError, AttributeError)).__notes__[0]
     assert note.startswith(f"fastload: {told}")
-    assert name == "undecoded" or note.endswith(", or give the loader a collate_fn.")
+    assert note.endswith(", or give the loader a collate_fn.")
     cures = {
         "two sizes": "pad, resize or crop",
         "shapes": "pad,",

@@ -3,8 +3,8 @@
 A crop's box depends on the image's height and width, which are in the file's header. So the first transform
 chooses its box before the image is decoded, and only that region is decoded. Rules:
 
-1. albumentations itself draws all parameters, from its own generators and in its own order. Boxes, flips and
-   the transformed masks, bounding boxes and keypoints are bit-identical to those of the whole image.
+1. albumentations itself draws all parameters, from its own generators and in its own order, so they are
+   those of the whole image.
 2. Only the image's own part of the first transform is replaced; the rest of the pipeline runs as usual.
 3. Only classes of the one release of albumentations that the tests compare in both ways are treated so.
    Everything else is decoded in full, and `explain` gives the reason.
@@ -25,19 +25,10 @@ if TYPE_CHECKING:
 
     from fastload.images.encoded import EncodedImage
 
-# Transforms that first cut out the box `crop_coords`; some then resize it.
+# Transforms of an image alone that first cut out the box `crop_coords`; some then resize it.
 _CROPS = frozenset(
     {
-        "RandomResizedCrop",
-        "RandomSizedCrop",
-        "RandomSizedBBoxSafeCrop",
-        "RandomCrop",
-        "CenterCrop",
-        "Crop",
-        "RandomCropNearBBox",
-        "BBoxSafeRandomCrop",
-        "AtLeastOneBBoxRandomCrop",
-        "CropNonEmptyMaskIfExists",
+        *("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "Crop"),
         "RandomCropFromBorders",
     }
 )
@@ -67,10 +58,9 @@ class CropInDecoder:
             return f"whole images are decoded: {self.why_whole}"
         name = type(self._first).__name__
         decoder = name_of_decoder()
-        how = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
-        if decoder:
-            how = f"{decoder} decodes the region of {name}"
-        return f"{how}; of JPEGs with restart markers, only the part around {name} is decoded"
+        if decoder is None:
+            return "whole images are decoded: pip install 'fastload-torch[regions]' decodes regions of JPEGs"
+        return f"{decoder} decodes the region of {name}"
 
     def __call__(self, **data: Any) -> dict[str, Any]:
         """The pipeline's output for these targets, of which `image` is an `EncodedImage`; see `run`."""
@@ -83,7 +73,7 @@ class CropInDecoder:
             ImageReadError: The image cannot be decoded.
             Exception: An error of the pipeline.
         """
-        image = data["image"].opened()
+        image = data["image"]
         if self.why_whole is not None:
             return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory

@@ -11,14 +11,12 @@ from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_
 from fastload.augmentation.albumentations.pipelines import is_of_albumentations, only_reads
 from fastload.augmentation.albumentations.targets import check_moved
 from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
-from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import structure_of
 
 if TYPE_CHECKING:
     from fastload.augmentation.albumentations.crop import CropInDecoder
 
-_IMAGES = (np.ndarray, EncodedImage)
 _UINT8 = np.dtype(np.uint8)
 
 
@@ -81,7 +79,7 @@ class Albumentations(AugmentationLibrary):
             type(sample) is tuple
             and len(sample) == 2
             and type(sample[1]) is int
-            and isinstance(sample[0], _IMAGES)
+            and isinstance(sample[0], np.ndarray)
         ):
             return transform(image=sample[0])["image"], sample[1]  # most samples: a shortcut
         if type(self.image_of(sample)).__module__.startswith("PIL."):
@@ -105,9 +103,9 @@ class Albumentations(AugmentationLibrary):
                 )
             check_moved(transform, sample)
             return transform(**sample)
-        if isinstance(sample, _IMAGES):
+        if isinstance(sample, np.ndarray):
             return transform(image=sample)["image"]
-        if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], _IMAGES):
+        if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], np.ndarray):
             raise TypeError(
                 "an albumentations transform takes an image array, a tuple that starts with one, or a dict "
                 f'with "image"; the dataset returned {structure_of(sample)}'

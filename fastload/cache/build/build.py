@@ -4,7 +4,7 @@ A shard is the unit of resumption, of upload (see `upload`) and of a task (see `
 
 1. All files are written below PATH.partial (see `staging`). When all shards are complete and on disk, the
    cache is moved to PATH, so a process that sees PATH sees the complete cache.
-2. Workers decode and encode (see `tasks`); this process only writes.
+2. Workers read samples (see `tasks`); this process only writes.
 3. The files do not depend on who builds them, or in which order, except for the cache's id and build time.
 """
 
@@ -18,25 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
-from fastload.cache.build.plan import (
-    DEFAULT_QUALITY,
-    as_stored,
-    check_source,
-    find_lossy_leaf,
-    leaf_name,
-    make_plan,
-)
+from fastload.cache.build.plan import check_source, make_plan
 from fastload.cache.build.random_check import read_unnoticed, readable
 from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.format.codecs import CODEC_CHECK, LOSSY, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, TooManyFailuresError
-from fastload.system.checks import TEXT, check_arguments, integer, one_of, optional
+from fastload.system.checks import check_arguments, integer, one_of, optional
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import log
 from fastload.system.notes import add_note
@@ -51,9 +43,6 @@ RETRY = "Raise max_errors or repair the files, and build again"
 _GUESSED_BYTES = 1 << 20  # of a sample, if none was read before
 _CHECKS = {
     "shards": optional(integer(1)),
-    "codec": optional(CODEC_CHECK),
-    "quality": optional(QUALITY_CHECK),
-    "lossy_leaf": optional(TEXT),
     "on_error": one_of("raise", "skip"),
 }
 
@@ -108,16 +97,6 @@ class Build:
         num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
-        codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
-            `"jpeg"` or `"webp"`, which change the pixels of one array with three channels, the image (all
-            other arrays can be masks, and are encoded as png); `"source"` stores the files of undecoded
-            images unchanged. None accepts a cache or an unfinished build of any codec, and builds a raw
-            cache.
-        quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a cache or
-            an unfinished build of any quality, and builds with 95.
-        lossy_leaf: The image that jpeg and webp change: a name such as `"image"` or `"inputs.rgb"`, a number
-            as a str such as `"0"`, or a path such as `$["image"]`. None accepts that of a cache or an
-            unfinished build, or else takes the only image of a sample.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
@@ -132,9 +111,6 @@ class Build:
     num_workers: int | None = None
     progress: bool = True
     probed: dict[int, Any] = field(default_factory=dict)
-    codec: str | None = None
-    quality: int | None = None
-    lossy_leaf: str | None = None
     on_error: str = "raise"
     max_errors: int | float = 0.01
     wait: bool = True
@@ -193,18 +169,14 @@ class Build:
             CacheMismatchError: It was made from other samples, or with other settings.
         """
         cache = opened_lmdb(self.path)
-        dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
+        dataset, fingerprint = self.dataset, self.fingerprint
         num_samples, probed = len(dataset), self.probed
         is_compared = fingerprint is None or cache.description.parts is None
         if is_compared and 0 not in probed and 0 in cache and num_samples:
             with contextlib.suppress(*[Exception] * self._is_skipping):
                 probed = {0: read_unnoticed(dataset, 0)}
         shards = None if self.shards is None else max(1, min(self.shards, num_samples))
-        quality = None if cache.description.quality is None else self.quality
-        leaf, lossy_leaf = cache.description.lossy_leaf, self.lossy_leaf
-        lossy_leaf = leaf if leaf is not None and lossy_leaf == leaf_name(leaf) else lossy_leaf
-        settings = {"codec": self.codec, "quality": quality, "lossy_leaf": lossy_leaf, "num_shards": shards}
-        settings = {name: value for name, value in settings.items() if value is not None}
+        settings = {} if shards is None else {"num_shards": shards}
         check_source(cache, num_samples, probed, fingerprint=fingerprint, settings=settings)
         return cache
 
@@ -214,12 +186,7 @@ class Build:
         Args:
             earlier: The plan of an earlier build, whose settings replace those that are None.
         """
-        codec, quality, num_shards = self.codec or "raw", self.quality, self.shards
-        if earlier is not None:
-            codec, quality = self.codec or earlier.codec, quality or earlier.quality
-            num_shards = num_shards or earlier.num_shards
-        quality = (quality or DEFAULT_QUALITY) if codec in LOSSY else None
-        self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, codec)
+        num_shards = self.shards or (None if earlier is None else earlier.num_shards)
         if 0 not in self.probed and len(self.dataset):
             try:
                 self.probed[0] = self.dataset[0]
@@ -228,15 +195,7 @@ class Build:
                     Failure.of(0, error).reraise()
                 with contextlib.suppress(Exception):
                     self.probed |= [next(readable(self.dataset, self.dataset.__getitem__))]
-        if (
-            self.lossy_leaf is None
-            and earlier is not None
-            and (earlier.codec, earlier.quality) == (codec, quality)
-        ):
-            lossy_leaf = earlier.lossy_leaf
-        else:
-            lossy_leaf = find_lossy_leaf(self.probed.values(), codec, quality, self.lossy_leaf)
-        return make_plan(self.dataset, self.probed, self.fingerprint, codec, quality, lossy_leaf, num_shards)
+        return make_plan(self.dataset, self.probed, self.fingerprint, num_shards)
 
     def write(
         self,
@@ -270,7 +229,7 @@ class Build:
         num_processes = processes.choose_workers(self.num_workers, num_left)
         example_bytes = len(encode(self.probed[min(self.probed)])) if self.probed else _GUESSED_BYTES
         ranges = cut(spans, example_bytes, num_processes)
-        tasks = RecordTasks(self.dataset, ranges, self.probed, plan, self._is_skipping)
+        tasks = RecordTasks(self.dataset, ranges, self.probed, self._is_skipping)
         # Workers start before a file is opened, because they must not inherit LMDB environments.
         answers = processes.run(tasks, len(ranges), num_processes, ahead=TASKS_A_WORKER)
         try:

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import max_failures, too_many_failures
 from fastload.cache.build.build import RETRY, Build
-from fastload.cache.build.plan import MAX_SHARDS, source_of_build
+from fastload.cache.build.plan import MAX_SHARDS
 from fastload.cache.build.random_check import reject_random
 from fastload.cache.build.staging import StagingDirectory
+from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.progress import BuildProgress
 from fastload.errors import CacheError
 
@@ -51,7 +52,7 @@ class Task:
     Attributes:
         open_dataset: Makes the dataset, on the machine of the task.
         path: The absolute path of the cache.
-        settings: The codec, the quality, `on_error` and `max_errors`, as in `Build`.
+        settings: `on_error` and `max_errors`, as in `Build`.
     """
 
     open_dataset: Callable[[], Any]
@@ -75,14 +76,14 @@ class Task:
             return failure
 
     def _build(self, shard: int) -> tuple[int, int]:
-        source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
+        source = self.open_dataset()
         files = StagingDirectory(self.path)
         if not files.open():
             raise CacheError(f"{files.path} was removed while the cache was built: build again")
         build = Build(
             source,
             self.path,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint_of(source),
             num_workers=0,
             progress=False,
             **self.settings,
@@ -118,7 +119,7 @@ def build_on(
         num_cpus: How many tasks run at the same time.
         shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU, at
             most 128.
-        **options: `codec`, `quality`, `on_error`, `max_errors` and `progress`, as in `Build`.
+        **options: `on_error`, `max_errors` and `progress`, as in `Build`.
 
     Raises:
         CacheError: Shards could not be built; the error names them, with reasons and machines. Also as
@@ -131,13 +132,8 @@ def build_on(
     reject_random(dataset)
     if shards is None and not os.path.lexists(path) and not StagingDirectory(path).open():
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
-    source, fingerprint = source_of_build(dataset, options.get("codec"))
-    build = Build(source, path, shards, fingerprint=fingerprint, **options)
-    settings: dict[str, Any] = {
-        "codec": build.codec,
-        "quality": build.quality,
-        "on_error": build.on_error,
-    }
+    build = Build(dataset, path, shards, fingerprint=fingerprint_of(dataset), **options)
+    settings: dict[str, Any] = {"on_error": build.on_error}
     if build.on_error == "skip":
         settings["max_errors"] = 1.0  # this process counts over all shards
     return build.cache(lambda files: _run(executor, Task(open_dataset, path, settings), files, build))

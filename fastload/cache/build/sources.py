@@ -1,8 +1,4 @@
-"""The datasets that samples of a cache are read from: a user's dataset, with its images decoded or undecoded.
-
-A dataset hands out undecoded images if its samples hold `EncodedImage` values, or if it has a method
-``encoded(index)`` that returns such samples (`ImageFolder` has one).
-"""
+"""The datasets that samples of a cache are read from, or that a CachedDataset without a cache reads."""
 
 from __future__ import annotations
 
@@ -10,11 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastload.batch.source import inside_subsets, read_ahead, reads_ahead
-from fastload.cache.format.undecoded import decode_images
-from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.batch.source import read_ahead, reads_ahead
 from fastload.images.folder import ImageFolder
-from fastload.readers.decode_cache import inactive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,49 +50,20 @@ class MappedDataset(Dataset[Any]):
         return reads_ahead(self.dataset)
 
 
-def decoded_source(dataset: Any) -> Any:
-    """The dataset with decoded images."""
-    inner, _ = inside_subsets(dataset)
-    # These never return undecoded images, or are meant to. All others can, and so can a subclass.
-    return dataset if type(inner) in (ImageFolder, LMDBDataset) else MappedDataset(dataset, _decoded)
-
-
-def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
-    """The dataset whose samples hold undecoded images, as far as this dataset has them.
-
-    Args:
-        dataset: Map-style.
-        is_needed: Whether samples with decoded images are of no use. An ImageFolder with `size=` or a
-            transform has only decoded ones: its samples then raise ValueError, with advice.
-    """
-    if _has_encoded(type(dataset)):
-        decodes = isinstance(dataset, ImageFolder) and not dataset.has_encoded
-        return dataset if decodes and not is_needed else MappedDataset(dataset, _encoded)
+def encoded_source(dataset: Any) -> Any:
+    """The dataset with undecoded images, as far as it reads them from an ImageFolder; else as given."""
+    if isinstance(dataset, ImageFolder):
+        is_own = type(dataset).__getitem__ is not ImageFolder.__getitem__  # it can change labels, for example
+        return dataset if is_own or not dataset._has_encoded else MappedDataset(dataset, _encoded)
     if type(dataset) is Subset:
-        return Subset(encoded_source(dataset.dataset, is_needed=is_needed), dataset.indices)
+        source = encoded_source(dataset.dataset)
+        return dataset if source is dataset.dataset else Subset(source, dataset.indices)
     if type(dataset) is ConcatDataset:
-        return ConcatDataset([encoded_source(part, is_needed=is_needed) for part in dataset.datasets])
+        sources = [encoded_source(part) for part in dataset.datasets]
+        pairs = zip(sources, dataset.datasets, strict=True)
+        return dataset if all(one is other for one, other in pairs) else ConcatDataset(sources)
     return dataset
 
 
-def _decoded(dataset: Any, index: int) -> Any:
-    sample = dataset[index]
-    with inactive():  # the sample is cached, so its files need not be remembered
-        return decode_images(sample)
-
-
-def _encoded(dataset: Any, index: int) -> Any:
-    return dataset.encoded(index)
-
-
-def _has_encoded(cls: type) -> bool:
-    """Whether a class has a method `encoded` that returns the samples of its `__getitem__`.
-
-    A subclass that overrides only `__getitem__`, for example to change labels, has not.
-    """
-    for part in cls.__mro__:
-        if callable(part.__dict__.get("encoded")):
-            return True
-        if "__getitem__" in part.__dict__:
-            return False
-    return False
+def _encoded(dataset: ImageFolder, index: int) -> Any:
+    return dataset._encoded(index) if dataset._has_encoded else dataset[index]  # a transform can be set later

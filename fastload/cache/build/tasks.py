@@ -11,9 +11,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, path_of
 from fastload.batch.source import read_tasks_ahead
-from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
-from fastload.cache.format.undecoded import check_headers
 from fastload.cache.lmdb.format import PADDING
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.spec import flatten
@@ -24,7 +22,6 @@ from fastload.system.remote_error import text_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fastload.cache.lmdb.description import Plan
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
@@ -79,14 +76,12 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         dataset: Map-style.
         ranges: Ranges of indices.
         probed: Samples that were already read, by index.
-        plan: How images are encoded.
         skips: Leave out samples that cannot be read.
     """
 
     dataset: Any
     ranges: Sequence[range]
     probed: Mapping[int, Any]
-    plan: Plan
     skips: bool
 
     def __post_init__(self) -> None:
@@ -94,14 +89,10 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
 
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
-        plan = self.plan
-        codec = "raw" if plan.codec == SOURCE else plan.codec
         read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self._read(index)
-                if plan.codec == SOURCE:
-                    check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self.skips or isinstance(error, NondeterministicDatasetError):
                     return [*values, Failure.of(index, error)]
@@ -109,9 +100,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
                 values.append(FailedSample.of(index, error, None if worker is None else worker.id))
                 continue
             try:
-                parts, _ = record_parts(
-                    *flatten(sample), codec, plan.quality or BEST_QUALITY, plan.lossy_leaf
-                )
+                parts, _ = record_parts(*flatten(sample))
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 return [*values, Failure.of(index, error)]
             data = b"".join((PADDING, *parts))

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
@@ -52,11 +52,6 @@ class Fingerprint:
     def parts_in_file(self) -> dict[str, str]:
         """What a file says about the samples in it: the parts, and the key."""
         return dict(self.parts) if self.key is None else {**self.parts, KEY_PART: self.key}
-
-    def of_encoded(self) -> Fingerprint:
-        """The fingerprint of the same samples with undecoded images."""
-        key = None if self.key is None else f"{self.key} (encoded)"
-        return replace(self, parts={**self.parts, "images": "encoded"}, key=key)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""

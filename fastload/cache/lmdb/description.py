@@ -10,7 +10,6 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.fingerprint import KEY_PART, Fingerprint
 from fastload.errors import CacheMismatchError
 from fastload.system.checks import (
@@ -25,7 +24,7 @@ from fastload.system.checks import (
     optional,
 )
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MAX_TEXT_BYTES = 64 << 20  # enough for the names of millions of classes
 
 _MAX_SAMPLES = 1 << 48
@@ -34,9 +33,6 @@ _32_BITS = 1 << 32
 _COMPARED = {
     "num_samples": "number of samples",
     "num_shards": "number of shards",
-    "codec": "codec",
-    "quality": "quality",
-    "lossy_leaf": "lossy leaf",
     "spec": "structure of sample 0",
     "crc32": "content of sample 0",
 }
@@ -51,10 +47,7 @@ class Plan:
         num_samples: Number of samples of the dataset.
         num_shards: Number of files of the cache.
         spec: Structure of sample 0, as JSON; None if the cache is empty or sample 0 could not be read.
-        crc32: Checksum of the record of sample 0, before a codec changes it.
-        codec: How images are encoded, one of `codecs.CACHE_CODECS`.
-        quality: Quality of jpeg or webp, else None.
-        lossy_leaf: The path of the leaf whose pixels a lossy codec changes; None if all leaves are exact.
+        crc32: Checksum of the record of sample 0.
         parts: Parts of the samples' fingerprint; None if the dataset had no fingerprint.
         classes: Names of the dataset's classes, if it has any.
         libraries: Versions of the libraries that wrote the cache, by name.
@@ -66,9 +59,6 @@ class Plan:
     num_shards: int
     spec: str | None
     crc32: int | None
-    codec: str
-    quality: int | None
-    lossy_leaf: str | None
     parts: dict[str, str] | None
     classes: list[str] | None
     libraries: dict[str, str]
@@ -178,9 +168,6 @@ _PLAN_FIELDS = {
     "num_shards": integer(1, _MAX_SAMPLES),
     "spec": optional(TEXT),
     "crc32": optional(integer(0, _32_BITS)),
-    "codec": CODEC_CHECK,
-    "quality": optional(QUALITY_CHECK),
-    "lossy_leaf": optional(TEXT),
     "parts": optional(dict_of(TEXT)),
     "classes": optional(list_of(TEXT)),
     "libraries": dict_of(TEXT),

@@ -131,7 +131,7 @@ class LMDBCache(SampleCache):
 
     @property
     def description(self) -> Plan:
-        """What the files say about the cache, such as its codec, the number of its files and the classes."""
+        """What the files say about the cache, such as the number of its files and the classes."""
         if self._plan is None:
             self._plan = self._opened()[0].plan
         return self._plan
@@ -157,7 +157,7 @@ class LMDBCache(SampleCache):
         """Why this cache is in use, and the parts of its fingerprint."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.description.parts or {}).items())
         size = readable_size(self.nbytes)
-        content = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.description.codec}"
+        content = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}"
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.description.created_s))
         return f"LMDB at {self.path}, {content}, made {made}: {self.reason}{parts}"
 
@@ -191,14 +191,10 @@ class LMDBCache(SampleCache):
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
         return not self._is_closed and not self._file_of(index).holds(index)
 
-    def get(self, index: int, *, undecoded: bool = False) -> Any | None:
+    def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
 
         Arrays are read-only views of a private copy of the record; tensors are private copies.
-
-        Args:
-            index: Of the sample.
-            undecoded: Return images in jpeg as `EncodedImage`, except for small ones.
 
         Raises:
             CacheCorruptError: The record is damaged or missing.
@@ -210,17 +206,17 @@ class LMDBCache(SampleCache):
         if record is None:
             return None
         try:
-            return decode(record, undecoded=undecoded)
+            return decode(record)
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch, read in the order of keys; None also if the images are encoded.
+        """The batch, read in the order of keys.
 
         Raises:
             CacheCorruptError: A record is damaged or missing.
         """
-        if self._is_closed or self.description.codec != "raw":
+        if self._is_closed:
             return None
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]
@@ -278,12 +274,11 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
     Returns:
-        None if the samples differ in structure, hold encoded images, or default_collate would not make
-        tensors or lists of them.
+        None if the samples differ in structure, or default_collate would not make tensors or lists of them.
     """
     first = outline(records[0])
     make = tensor_functions()
-    if first.spec.has_objects or first.codecs.count("raw") < len(first.codecs):
+    if first.spec.has_objects:
         return None
     if not all(make.collates(leaf) for leaf in first.spec.leaves):
         return None
@@ -297,7 +292,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
             spans.append(first.spans)
             continue
         other = outline(record)
-        if other.spec != first.spec or other.codecs != first.codecs:
+        if other.spec != first.spec:
             return None
         spans.append(other.spans)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]

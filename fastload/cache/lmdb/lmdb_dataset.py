@@ -53,11 +53,7 @@ class LMDBDataset(Dataset[Any], SampleCache):
 
     def fingerprint(self) -> dict[str, str]:
         """The id of the build that the samples come from."""
-        return {
-            **(self.description.parts or {}),
-            "build": self.description.build_id,
-            "codec": self.description.codec,
-        }
+        return {**(self.description.parts or {}), "build": self.description.build_id}
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
@@ -66,10 +62,10 @@ class LMDBDataset(Dataset[Any], SampleCache):
     def __contains__(self, index: object) -> bool:
         return isinstance(index, (int, np.integer)) and 0 <= int(index) < self.num_samples
 
-    def get(self, index: int, *, undecoded: bool = False) -> Any | None:
+    def get(self, index: int) -> Any | None:
         """The sample, with read-only arrays; None only after close(). See LMDBCache.get()."""
         position = index if self._indices is None else int(self._indices[index])
-        return self.cache.get(position, undecoded=undecoded)
+        return self.cache.get(position)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples; see LMDBCache.gather()."""

@@ -36,7 +36,7 @@ from fastload.cache.ram.arena import (
 )
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
-from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
+from fastload.nested.leaf import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
@@ -118,8 +118,6 @@ class Layout:
         flat = [flatten(example) for example in examples]
         specs = {spec.node: spec for spec, _ in flat}
         spec = next(iter(specs.values())) if len(specs) == 1 else None
-        if spec is not None and any(leaf.kind == IMAGE for leaf in spec.leaves):
-            spec = None  # files differ in length
         columns_at = round_up(TABLE_AT + num_samples * ENTRY_BYTES, PAGE_BYTES)
         fingerprint = origin.fingerprint
         described_bytes = 0 if fingerprint is None else len(json.dumps([*fingerprint.parts.items()]))

@@ -1,4 +1,4 @@
-"""Filling a cache ahead of training, and a cache in RAM in front of a file."""
+"""Filling a cache ahead of training, and a file that is a dataset by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import logging
 import multiprocessing
 import os
-import pickle
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.ram import registry
-from fastload.cache.tiered_cache import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages
@@ -117,21 +115,18 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "cache", "num_workers"),
-    [(Images, "ram", 0), (RaggedImages, "ram", 2), (Images, "lmdb", 2)],
+    ("kind", "num_workers"),
+    [(Images, 0), (RaggedImages, 2)],
 )
 def test_a_budget_that_is_too_small_is_one_warning(
-    kind: Any, cache: str, num_workers: int, tmp_path: Any, monkeypatch: Any
+    kind: Any, num_workers: int, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """As soon as it is known; not once for each worker, nor for each epoch."""
     handler = logging.FileHandler(tmp_path / "log")  # forked workers append to it, too
     handler.setLevel(logging.WARNING)
     monkeypatch.setattr(logging.getLogger("fastload"), "handlers", [handler])
     with contextlib.closing(handler):
-        if cache == "lmdb":
-            ds = tiered(kind(480), tmp_path / "x", max_memory="80kB")
-        else:
-            ds = CachedDataset(kind(480), max_memory="80kB")
+        ds = CachedDataset(kind(480), max_memory="80kB")
         for _ in range(2):
             assert sum(fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len)) == 480
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
@@ -183,40 +178,10 @@ def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
     assert_same_samples(ds._view(1999), dataset.sample(1999))
 
 
-def tiered(dataset: Images, path: Any, **options: Any) -> CachedDataset:
-    if not os.path.exists(path):
-        CachedDataset.build(dataset, path, num_workers=0, progress=False).close()
-    return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], **options)
-
-
-def test_what_ram_lacks_is_read_from_the_file(tmp_path: Any) -> None:
-    """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
-    dataset = RaggedImages(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory="20kB")
-    for _ in range(2):
-        for index in range(40):
-            assert_same_samples(ds._view(index), dataset.sample(index))
-    assert 3 < ds.cache_info().num_cached < 40
-    assert sum(dataset.reads) == 42 + 5  # to build the file, and to compare a few samples when it is opened
-
-
-def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
-    """explain() says why each tier is in use, and the layout names both; a pickle fills the same memory."""
-    ds = tiered(Images(4), tmp_path / "x.lmdb")
-    other = pickle.loads(pickle.dumps(ds))
-    other._view(1)
-    assert 1 in ds.cache
-    assert isinstance(ds.cache, TieredCache)
-    assert ds.cache.layout == "uniform over lmdb"
-    assert "shared memory" in ds.cache.explain()
-    assert os.fspath(tmp_path / "x.lmdb") in ds.cache.explain()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ram", [False, True])
-def test_a_file_alone_is_a_dataset(path: Any, *, ram: bool) -> None:
+def test_a_file_alone_is_a_dataset(path: Any) -> None:
     """from_cache() gives every sample, batches included, and reads no source."""
-    ds = CachedDataset.from_cache(path, ram=ram, max_memory=1 << 20)
+    ds = CachedDataset.from_cache(path)
     for _ in range(2):
         for number, (images, _) in enumerate(fastload.DataLoader(ds, batch_size=5, num_workers=1)):
             for row in range(5):
@@ -225,20 +190,19 @@ def test_a_file_alone_is_a_dataset(path: Any, *, ram: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ram", [False, True])
-def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(tmp_path: Any, *, ram: bool) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(num_workers: int, tmp_path: Any) -> None:
     """In training, too: the error's notes name the sample and from_cache, which leaves such samples out."""
     path, dataset = tmp_path / "x", BrokenImages(40, bad=BAD)
     build_lmdb(dataset, path, num_workers=0, progress=False, on_error="skip", max_errors=1.0)
-    cache: Any = ["ram", f"lmdb:{path}"] if ram else f"lmdb:{path}"
-    ds = CachedDataset(dataset, cache=cache, max_memory=1 << 20)
+    ds = CachedDataset(dataset, cache=f"lmdb:{path}")
     with pytest.raises(ImageReadError, match="it is broken") as caught:
-        list(fastload.DataLoader(ds, batch_size=4, num_workers=0 if ram else 1))
+        list(fastload.DataLoader(ds, batch_size=4, num_workers=num_workers))
 
     notes = "\n".join([str(caught.value), *caught.value.__notes__])
     assert f"sample 3 could not be read when {path} was built and was left out" in notes
     assert f"CachedDataset.from_cache({str(path)!r}, transform)" in notes
-    alone = CachedDataset.from_cache(path, ram=ram)  # numbers the stored samples without gaps
+    alone = CachedDataset.from_cache(path)  # numbers the stored samples without gaps
     labels = [alone[position][1] for position in range(len(alone))]
     assert labels == [index for index in range(40) if index not in BAD]
     (_, batch) = next(iter(fastload.DataLoader(alone, batch_size=37)))
