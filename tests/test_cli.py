@@ -146,6 +146,7 @@ MISTAKES: list[tuple[str, int, str]] = [
         ("file/x", 2, "UsageError: .*file/x"),
         ("''", 2, "is empty: pass a path$"),
         ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
+        ("gs://b/c", 2, "on this machine, but is gs://b/c: first copy the cache to a local disk, and pass"),
     ),
     *((f"cache {command} file", 2 if command == "ls" else 1, ": .*file") for command in CACHE_PATHS),
     ("cache build ZOO ''", 2, "is empty: pass a path$"),
@@ -162,7 +163,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO file", 1, "use a path that does not exist yet"),
     ("cache build ZOO empty", 1, "use a path that does not exist yet"),
     ("cache build ZOO file --force", 1, "file"),
-    ("cache build ZOO memory://bucket/cache --force", 2, "--force"),
+    ("cache build ZOO s3://b/c", 2, "DEST should be a path on this machine, .* aws s3 cp s3://b/c DEST"),
     (
         "cache build ZOO",
         2,
@@ -209,9 +210,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --on-error replace", 2, "--on-error should be raise or skip, but got 'replace'$"),
     ("cache build ZOO made --by files", 2, "sample or file, but got 'files': did you mean file[?]$"),
     ("cache build ZOO made more", 2, "fastload cache build takes no further argument, but got more$"),
-    ("cache build ZOO made --upload here", 2, "--upload should be a URL such as"),
-    ("cache prune --days many", 2, "--days should be a number from 0 on, but got 'many'$"),
-    ("cache prune --days nan", 2, "--days should be a number from 0 on, but got 'nan'$"),
     ("cach ls", 2, "there is no command 'cach': did you mean cache[?]$"),
     ("cache biuld", 2, "there is no command 'biuld': did you mean build[?]$"),
     ("divides.py", 2, "there is no command 'divides.py': `fastload run divides.py` runs a script$"),
@@ -416,7 +414,7 @@ COMMANDS = {
     "profile": {2},
     "cache build": {0, 1, 2, 3, 75, 130},
     "cache rm": {0, 1, 2, 75, 130},
-    **{f"cache {name}": {0, 1, 2, 130} for name in ("info", "verify", "ls", "prune", "hold")},
+    **{f"cache {name}": {0, 1, 2, 130} for name in ("info", "verify", "ls", "hold")},
 }
 
 

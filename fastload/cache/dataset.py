@@ -41,7 +41,7 @@ from fastload.system.logs import log
 from fastload.system.notes import add_note, suggest_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from fastload.batch.source import Allocate, BatchSource
     from fastload.cache.format.sample_cache import SampleCache
@@ -252,8 +252,6 @@ class CachedDataset(Dataset[Any]):
         cls,
         path: str | os.PathLike[str],
         transform: Callable[..., Any] | None = None,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset; the source is no longer needed.
 
@@ -261,21 +259,18 @@ class CachedDataset(Dataset[Any]):
         `classes` holds the names of ImageFolder's classes.
 
         Args:
-            path: The file, or the directory of shards; or the URL of a cache in an object store, which is
-                downloaded once per host.
+            path: The file, or the directory of shards.
             transform: The random part, run on every access.
-            storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
             FileNotFoundError: There is no such file.
             CacheMismatchError: It is not a cache of this format, or shards are missing.
             CacheCorruptError: A file is damaged.
-            CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
-            ValueError: `storage_options` is given, but `path` is not a URL.
+            ValueError: `path` is a URL.
         """
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
-        samples = LMDBDataset(LMDBCache(path, storage_options=storage_options))
+        samples = LMDBDataset(LMDBCache(path))
         return cls(samples, transform, cache=samples)
 
     def __getstate__(self) -> dict[str, Any]:

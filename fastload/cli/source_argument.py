@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.arguments import check_url, is_url
 from fastload.cli.terminal import CommandError, ExitCode
 from fastload.system.humanize import did_you_mean
 from fastload.system.notes import add_note
 from fastload.system.os_errors import why_unreadable
+from fastload.system.paths import is_url, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,9 +34,10 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     if is_folder(source):
         from fastload.images.folder import ImageFolder
 
-        if is_url(source):
-            check_url(source)
-        return ImageFolder(source, size=size)
+        try:
+            return ImageFolder(source, size=size)
+        except (ImportError, ValueError) as error:
+            raise CommandError(str(error)) from error
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
@@ -58,8 +59,6 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
 def is_folder(source: str) -> bool:
     """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    from fastload.files.file_systems import local_path
-
     return is_url(source) or os.path.isdir(local_path(source))
 
 
@@ -89,8 +88,6 @@ def setup_code(source: str, size: int | tuple[int, int] | None, transform: str |
     """The lines of Python that make the variables `dataset` and `transform`."""
     if is_folder(source):
         scaled = "" if size is None else f", size={size}"
-        from fastload.files.file_systems import local_path
-
         root = source if is_url(source) else os.path.abspath(local_path(source))
         lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
     else:

@@ -20,7 +20,6 @@ READ_VARIABLE = "FASTLOAD_READ_TIMEOUT"
 READS_AT_ONCE = 64
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
-_LOCAL_PREFIX = "file://"
 _COPYING = ("simplecache", "filecache", "blockcache")  # protocols of fsspec that keep copies
 # Fields in which fsspec's file systems report the version of a file, best first.
 _VERSION_FIELDS = (
@@ -46,19 +45,9 @@ _GCS = ("gcloud auth application-default login, or storage_options={'token': FIL
 _CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
 
 
-def is_url(path: str) -> bool:
-    """Whether a path names a folder that fsspec reads: `s3://...`, or chained protocols: `zip::...`."""
-    return _URL.match(path) is not None and not path.startswith(_LOCAL_PREFIX)
-
-
 def _protocol(url: str) -> str:
     match = _URL.match(url)
     return "" if match is None else match.group().rstrip(":/")
-
-
-def local_path(path: str) -> str:
-    """The path without `file://`; a path that begins with `~` is in the user's home."""
-    return path.removeprefix(_LOCAL_PREFIX) if path.startswith(_LOCAL_PREFIX) else os.path.expanduser(path)
 
 
 def join_url(url: str, name: str) -> str:

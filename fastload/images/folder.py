@@ -25,7 +25,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
+from fastload.files.file_systems import READS_AT_ONCE
 from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
@@ -33,6 +33,7 @@ from fastload.images.decode import DECODE_VERSION, check_size, decode, read_file
 from fastload.images.encoded import EncodedImage
 from fastload.system.checks import as_path
 from fastload.system.logs import log
+from fastload.system.paths import is_url, local_path
 from fastload.system.torchvision_arrays import reject_arrays
 
 if TYPE_CHECKING:

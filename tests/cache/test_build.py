@@ -24,7 +24,6 @@ import lmdb
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -35,19 +34,15 @@ from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.build.staging import lock_name, only_builder
-from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import fingerprint_of
-from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
-from fastload.files import retry
 from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
-from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -399,7 +394,7 @@ def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert_same_samples(cached[3], Images(4).sample(3))
 
 
-# --- every way to build: here, by tasks, at a URL ------------------------------------------------------
+# --- every way to build: here, by tasks ----------------------------------------------------------------
 
 
 def here(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
@@ -411,13 +406,7 @@ def by_tasks(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
         return build_on(executor, lambda: source, place, num_cpus=1, **options)
 
 
-def at_url(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
-    build_at_url(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
-    return LMDBCache(place)
-
-
-WAYS = {way.__name__: way for way in (here, by_tasks, at_url)}
-URL = "faulty://bucket/cache"
+WAYS = {way.__name__: way for way in (here, by_tasks)}
 
 
 class Builder:
@@ -425,8 +414,8 @@ class Builder:
 
     def __init__(self, way: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.way, self.folder, self.patch = way, folder, patch
-        self.place = URL if way == "at_url" else str(folder / "cache")
-        self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
+        self.place = str(folder / "cache")
+        self.files = f"{self.place}.partial/"
 
     def __call__(self, source: BrokenImages, **options: Any) -> LMDBCache:
         WAYS[self.way](source, self.place, progress=False, **{"shards": 3, **options}).close()
@@ -439,32 +428,23 @@ class Builder:
         return getattr(caught.value, "__notes__", [])
 
     def content(self) -> dict[str, bytes]:
-        """All files, but those of local copies, by their paths."""
-        local = {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
-        remote = {path: bytes(file.getvalue()) for path, file in FaultyFileSystem.store.items()}
-        return {path: data for path, data in (local | remote).items() if "/host/" not in path}
+        """All files by their paths."""
+        return {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
 
     def plan(self, data: bytes) -> None:
         """Replace the plan of an unfinished build."""
-        fs = FaultyFileSystem() if self.way == "at_url" else LocalFileSystem()
-        fs.pipe_file(f"{self.files}plan.json", data)
+        Path(f"{self.files}plan.json").write_bytes(data)
 
     def reported(self) -> list[int]:
         """The samples in the report."""
-        end = "/errors.jsonl" if self.way == "at_url" else ".errors.jsonl"
-        found = [data for path, data in self.content().items() if path.endswith(f"cache{end}")]
+        found = [data for path, data in self.content().items() if path.endswith("cache.errors.jsonl")]
         return [json.loads(line)["index"] for data in found for line in data.splitlines()]
 
 
 @contextlib.contextmanager
 def builder_in(folder: Path, way: str) -> Iterator[Builder]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(mirror.DIRECTORY_VARIABLE, str(folder / "host"))
-        patch.setattr(retry, "_sleep", lambda _: None)
-        register()
-        FaultyFileSystem.reset()
         yield Builder(way, folder, patch)
-        FaultyFileSystem.reset()
 
 
 @pytest.fixture(params=WAYS)
@@ -481,24 +461,21 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
     st.integers(0, 13),
     st.sets(st.integers(1, 12), max_size=3),
     st.sets(st.integers(0, 12), max_size=4),
-    st.lists(st.sampled_from([raising(ConnectionError("reset")), cut]), max_size=4),
 )
 @settings(max_examples=50)
-def test_any_stops_and_faults_give_the_readable_samples(
+def test_any_stops_give_the_readable_samples(
     way: str,
     made: Any,
     commit_bytes: int,
     num_samples: int,
     stops: set[int],
     bad: set[int],
-    faults: list[Any],
 ) -> None:
     """Builds that end early and are run again give every readable sample."""
     options: dict[str, Any] = {**SKIP, **made}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
         build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
-        FaultyFileSystem.faults[".lmdb"] = faults
         for stop in sorted(stops - bad):
             if stop < num_samples:
                 with contextlib.suppress(KeyboardInterrupt):  # its shard is finished, maybe
@@ -523,8 +500,6 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     assert builder.content() == before
     if builder.way == "here":
         assert sum(again.reads) == (version is None)
-    elif builder.way == "at_url":
-        assert sum(again.reads) == 1
 
 
 @pytest.mark.parametrize(
@@ -555,7 +530,7 @@ def test_a_build_of_other_samples_or_settings_is_refused(state: str, builder: Bu
     builder(BrokenImages(version="1")) if state == "finished" else builder.stopped(version="1")
     before = builder.content()
     for source, options, said in DIFFERENCES:
-        with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|use a different URL)"):
+        with pytest.raises(CacheMismatchError, match=rf"{said}.*fastload cache rm"):
             builder(source, **options)
     assert builder.content() == before
 
@@ -609,9 +584,8 @@ def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
         builder(bad, max_errors=2, **options)
     said = "\n".join([str(caught.value), *caught.value.__notes__])
     assert said.count("kept at") == 1
-    if builder.way != "at_url":
-        assert f"listed in {builder.place}.errors.jsonl" in said
-        assert builder.reported() == [1, 8, 19]
+    assert f"listed in {builder.place}.errors.jsonl" in said
+    assert builder.reported() == [1, 8, 19]
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
     with pytest.raises(CacheError, match=r"leaves out \d samples"):
@@ -632,7 +606,6 @@ def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Bui
     assert not [path for path in builder.content() if ".partial" in path]
 
 
-@pytest.mark.parametrize("builder", ["here", "by_tasks"], indirect=True)  # URLs have digests
 @pytest.mark.parametrize("damage", ["cut", "of another build", "its report"])
 def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path: Path) -> None:
     """A shard is taken over whole, of the same build, and with the reasons of what it leaves out."""

@@ -70,12 +70,27 @@ NO_CACHES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize(("make", "kind", "said"), NO_CACHES.values(), ids=NO_CACHES)
 def test_what_is_no_cache(make: Any, kind: type[Exception], said: str, tmp_path: Path) -> None:
-    """It raises, with its path; options of a store would have no effect on a path."""
+    """It raises, with its path."""
     make(tmp_path / "cache")
     with pytest.raises(kind, match=said):
         LMDBCache(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"storage_options= is for URLs, but path is '.*cache'"):
-        CachedDataset.from_cache(tmp_path / "cache", storage_options={"anon": True})
+
+
+@pytest.mark.parametrize(
+    "open_it",
+    [
+        lambda url: CachedDataset([1], cache=f"lmdb:{url}"),
+        lambda url: CachedDataset([1], cache=url),
+        lambda url: CachedDataset.build([1], url),
+        lambda url: CachedDataset.from_cache(url),
+        lambda url: CachedDataset.from_cache(f"lmdb:{url}"),
+        lambda url: fastload.DataLoader([1], cache=f"lmdb:{url}"),
+    ],
+)
+def test_a_cache_at_a_url_is_refused_with_what_to_do(open_it: Any) -> None:
+    """It is copied to a local disk first; the error has the command."""
+    with pytest.raises(ValueError, match=r"on this machine, but is s3://b/c: .* aws s3 cp s3://b/c DEST, "):
+        open_it("s3://b/c")
 
 
 def test_attributes(tmp_path: Path) -> None:

@@ -14,15 +14,12 @@ import pytest
 from fastload.cache.build import staging
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.staging import lock_name, only_builder
-from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.lmdb import mirror
 from fastload.errors import CacheBusyError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages, Calling, _hold, _release, building, exit_codes
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 from tests.kit.jobs import Job
-from tests.kit.remote import FaultyFileSystem, register
 from tests.test_cli import run
 
 if TYPE_CHECKING:
@@ -144,26 +141,6 @@ def test_the_command_line_waits_or_not(busy: Any, tmp_path: Path) -> None:
     waited = run(*command)
     assert waited.exit_code == 0
     assert "waits until" in waited.stderr
-
-
-def test_a_build_at_a_url_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For another one of this host."""
-    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "host"))
-    register()
-    FaultyFileSystem.reset()
-    url = "faulty://bucket/train"
-    paths: list[str] = []
-    monkeypatch.setattr(
-        "fastload.cache.build.upload.only_builder", lambda path, *more, **how: recorded(path, how)
-    )
-
-    def recorded(path: str, how: dict[str, Any]) -> Any:
-        paths.append(path)
-        assert how == {"wait": True}
-        return only_builder(path)
-
-    manifest, was_built = build_at_url(Images(4), url, num_workers=0)
-    assert (manifest.plan.num_samples, was_built, len(paths)) == (4, True, 1)
 
 
 def test_a_thread_of_the_builder_s_process_does_not_wait(tmp_path: Path) -> None:

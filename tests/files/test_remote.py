@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload.files import retry
-from fastload.files.file_systems import is_url
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, arrange, from_bytes, to_bytes
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
+from fastload.system.paths import is_url
 from tests.kit.remote import TIMEOUT_S, FaultyFileSystem, cut, meet, raising, register, until_set
 
 if TYPE_CHECKING:

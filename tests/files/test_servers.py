@@ -1,8 +1,7 @@
-"""ImageFolder and caches over servers: web pages, S3 and a user's own client; requests that stall."""
+"""ImageFolder over servers: web pages, S3 and a user's own client; requests that stall."""
 
 from __future__ import annotations
 
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,8 @@ import fsspec.asyn
 import pytest
 import torch
 from obstore.fsspec import FsspecStore
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cache.lmdb.manifest import remote_files
-from fastload.cli.main import app
 from fastload.files import file_systems, retry
 from fastload.files.remote import RemoteFolder
 from tests.files.conftest import png, write_images
@@ -142,15 +138,11 @@ def test_a_cache_is_shared_by_versions_or_by_a_key(web: str, endpoint: str) -> N
 
 
 def test_a_file_takes_one_request(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, s3fs asks for the size of an object first; the shards of a cache are moved as it does."""
+    """By default, s3fs asks for the size of an object first."""
     s3 = fsspec.get_filesystem_class("s3")
     monkeypatch.setattr(s3, "_info", lambda *_: pytest.fail("a second request"))
-    shards, _ = remote_files("s3://photos/caches").file_system()
     folder = folder_of("s3", endpoint)
-    images, _ = folder._remote.file_system()  # type: ignore[union-attr]
-    by_default = fsspec.filesystem("s3", skip_instance_cache=True)
     assert folder[3][0][0, 0, 0] == 3
-    assert (shards.max_concurrency, images.max_concurrency) == (by_default.max_concurrency, 1)
 
 
 def test_without_credentials_the_error_says_how_to_read_a_public_bucket(
@@ -167,94 +159,6 @@ def test_without_credentials_the_error_says_how_to_read_a_public_bucket(
         fastload.ImageFolder("s3://photos/train", storage_options=options)
     assert pauses == []
     assert len(fastload.ImageFolder("s3://photos/train", storage_options={**options, "anon": True})) == SIZE
-
-
-# --- caches at S3 ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def host(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of this test's own for builds and copies."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-    monkeypatch.setenv("FASTLOAD_CACHE_DIR", str(tmp_path / "host"))
-    return tmp_path / "host"
-
-
-def run(*words: str) -> Any:
-    """The JSON that a command prints."""
-    result = CliRunner().invoke(app, ["cache", *words, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def test_commands_build_and_manage_a_cache(host: Path) -> None:
-    """Built again it is found; `info` downloads nothing, `verify` makes a copy; `ls` and `rm` take it."""
-    url, copies = "s3://photos/caches/built", host / f"copies-{os.getuid()}"
-    command = ("build", "s3://photos/train", url, "--shards", "3", "--num-workers", "1")
-    built = run(*command)
-    assert (built["was_built"], run(*command)["was_built"]) == (True, False)
-    assert os.listdir(host / f"builds-{os.getuid()}") == []
-
-    found = run("info", url)
-    assert found == {name: built[name] for name in found}
-    assert found["num_cached"] == SIZE
-    assert not copies.exists()
-    verified = run("verify", url)
-    assert verified["num_damaged"] == 0
-    listed = run("ls", str(copies))["disk"]
-    copy = verified["path"]
-    assert [(one["path"], one["state"], one["url"]) for one in listed] == [(copy, "finished", url)]
-    assert run("ls")["copies"]["number"] == 1
-    assert f"{copies}` lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
-    run("rm", copy, "--yes")
-    assert os.listdir(copies) == []
-
-
-def test_a_cache_is_read_by_workers_through_its_local_copy(
-    host: Path, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With storage options, found by its fingerprint without reading an image, or kept by `--upload`."""
-    url, local = "s3://photos/caches/options", str(tmp_path / "x.lmdb")
-    found = run("build", "s3://photos/train", local, "--upload", url)
-    assert found["path"] == url
-    assert run("info", local)["nbytes"] == found["nbytes"]
-    monkeypatch.setattr(fastload.ImageFolder, "__getitem__", lambda *_: pytest.fail("an image is read"))
-    folder = folder_of("s3", endpoint)
-    known = fastload.CachedDataset(folder, cache=f"lmdb:{url}")
-    assert "its fingerprint matches" in known.explain()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
-    options = {"endpoint_url": endpoint, **KEYS}
-    cached = fastload.CachedDataset.from_cache(url, storage_options=options)
-    beside = fastload.CachedDataset(folder, cache=fastload.cache.LMDBCache(url, storage_options=options))
-
-    forked: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
-    assert values(fastload.DataLoader(cached, 4, **forked)) == list(range(SIZE))
-    for dataset in (known, beside, from_local := fastload.CachedDataset.from_cache(local)):
-        assert values(fastload.DataLoader(dataset, 4)) == list(range(SIZE))
-    assert cached.classes == from_local.classes == ["class0", "class1"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ("build S s3://b/c --ray local", 2, "--ray builds in a directory that all machines see"),
-        ("build S s3://b/c --upload s3://b/d", 2, "pass one of them"),
-        ("build S", 2, "DEST"),
-        ("rm s3://b/c", 2, "your store's own tool"),
-        ("ls s3://b/c", 2, "fastload cache info s3://b/c"),
-        ("build s3://photos/train s9://b/c", 2, "Protocol not known: s9"),
-        ("build s3://nowhere/train x.lmdb", 2, "there is no folder at s3://nowhere/train"),
-        ("build gs://bucket/train x.lmdb", 2, "gs://bucket/train needs a package that is not installed"),
-        ("build s3://photos/train s3://nowhere/cache", 1, "cannot write s3://nowhere/cache/plan.json"),
-    ],
-)
-def test_wrong_usage_of_a_url_says_what_to_do(host: Path, words: str, code: int, message: str) -> None:
-    """In one line; no bucket is made."""
-    result = CliRunner().invoke(app, ["cache", *words.split()])
-    assert result.exit_code == code, result.output
-    assert message in result.output.replace("\n", "")
-    assert "Traceback" not in result.output
-    assert not fsspec.filesystem("s3", skip_instance_cache=True).exists("nowhere")
 
 
 # --- requests that stall ---------------------------------------------------------------------------------

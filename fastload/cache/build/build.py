@@ -1,6 +1,6 @@
 """Builds an LMDB cache shard by shard: workers decode a dataset in parallel, and this process writes.
 
-A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
+A shard is the unit of resumption and of a task (see `on_executor`). Rules:
 
 1. All files are written below PATH.partial (see `staging`). When all shards are complete and on disk, the
    cache is moved to PATH, so a process that sees PATH sees the complete cache.
@@ -102,7 +102,6 @@ class Build:
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
         wait: Wait while another process builds the cache, and then open it.
         fingerprint: Of the samples; identifies a cache without reading a sample.
-        kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
 
     dataset: Any
@@ -115,7 +114,6 @@ class Build:
     max_errors: int | float = 0.01
     wait: bool = True
     fingerprint: Fingerprint | None = None
-    kept: str | None = None
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
@@ -124,7 +122,7 @@ class Build:
         check_arguments(vars(self), _CHECKS)
         check_max_errors(self.max_errors, self.on_error, '"skip"')
         self.probed = dict(self.probed)
-        self.kept = f"Finished shards are kept at {self.kept or self.path + PARTIAL_SUFFIX}"
+        self._kept = f"Finished shards are kept at {self.path + PARTIAL_SUFFIX}"
         self._is_skipping = self.on_error == "skip"
 
     def cache(self, write: Callable[[StagingDirectory], object]) -> LMDBCache:
@@ -149,7 +147,7 @@ class Build:
                     self._list_left_out(files, error)
                 files.remove_unused()
                 if os.path.isdir(files.path):
-                    add_note(error, f"{self.kept}: build again to resume")
+                    add_note(error, f"{self._kept}: build again to resume")
                 raise
 
     def _list_left_out(self, files: StagingDirectory, error: TooManyFailuresError) -> None:
@@ -202,7 +200,6 @@ class Build:
         files: StagingDirectory,
         shards: Sequence[int],
         title: str,
-        completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
     ) -> None:
         """Write the unfinished shards.
 
@@ -210,14 +207,11 @@ class Build:
             files: The directory.
             shards: The numbers of the shards.
             title: The name of the work, for the progress.
-            completed: Called with each finished shard, and the samples that it leaves out.
 
         Raises:
             CacheMismatchError: A finished shard leaves samples out, and this build must not.
         """
         plan, finished = files.plan, self.finished(files, shards)
-        for shard, left_out in finished.items():
-            completed(shard, left_out)
         missing = [shard for shard in shards if shard not in finished]
         if not missing:
             return
@@ -236,8 +230,7 @@ class Build:
             with BuildProgress(title, total, shown=self.progress, done=total - num_left) as progress:
                 values = self._values(ranges, answers, progress)
                 for shard, span in zip(missing, spans, strict=True):
-                    left_out = self._write_shard(files, shard, itertools.islice(values, len(span)))
-                    completed(shard, left_out)
+                    self._write_shard(files, shard, itertools.islice(values, len(span)))
         finally:
             processes.stop(answers)
 
@@ -251,17 +244,17 @@ class Build:
         for shard in shards:
             left_out = files.finished(shard)
             if left_out is not None:
-                self.check_may_leave_out(shard, left_out)
+                self._check_may_leave_out(shard, left_out)
                 self.left_out += left_out
                 finished[shard] = left_out
         return finished
 
-    def check_may_leave_out(self, shard: int, left_out: Sequence[FailedSample]) -> None:
+    def _check_may_leave_out(self, shard: int, left_out: Sequence[FailedSample]) -> None:
         """Check that this build can use a finished shard that leaves these samples out."""
         if left_out and not self._is_skipping:
             raise CacheMismatchError(
                 f'shard {shard + 1} was built before with on_error="skip", and leaves out {len(left_out):,} '
-                f'samples: build with on_error="skip" too, or remove all shards. {self.kept}'
+                f'samples: build with on_error="skip" too, or remove all shards. {self._kept}'
             )
 
     def _values(
@@ -278,8 +271,8 @@ class Build:
 
     def _write_shard(
         self, files: StagingDirectory, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
-    ) -> list[FailedSample]:
-        """Write one shard; returns the samples that it leaves out."""
+    ) -> None:
+        """Write one shard."""
         left_out: list[FailedSample] = []
         own = files.own_path(shard_name(files.plan, shard))
         writer = ShardWriter(own, files.plan, shard)
@@ -290,18 +283,13 @@ class Build:
                     continue
                 left_out.append(value)
                 self.left_out.append(value)
-                self.check_budget(files.plan)
+                check_left_out(self.left_out, self.max_errors, files.plan.num_samples, RETRY)
             writer.finish()
             files.complete(shard, own, left_out)
         finally:
             writer.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(own)
-        return left_out
-
-    def check_budget(self, plan: Plan) -> None:
-        """Check that the shards so far leave out no more samples than `max_errors` allows."""
-        check_left_out(self.left_out, self.max_errors, plan.num_samples, RETRY)
 
     def _publish(self, files: StagingDirectory) -> LMDBCache:
         """The finished cache of a directory whose shards are all finished.

@@ -29,7 +29,6 @@ from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.mirror import manifest_in
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
 
@@ -44,7 +43,6 @@ class CacheOnDisk:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
-        url: The URL of which the cache is a mirror; None if it is not one.
         num_files: How many results of decoding files are in it.
     """
 
@@ -53,7 +51,6 @@ class CacheOnDisk:
     nbytes: int
     cache: LMDBCache | None = None
     problem: str | None = None
-    url: str | None = None
     num_files: int | None = None
 
 
@@ -161,16 +158,13 @@ def _look(path: str) -> CacheOnDisk:
         state = "building" if is_being_built(path) else "unfinished"
         return CacheOnDisk(path, state, nbytes, problem=_what_is_missing(path))
     try:
-        return CacheOnDisk(path, "finished", nbytes, LMDBCache(path), url=url_of_mirror(path))
+        return CacheOnDisk(path, "finished", nbytes, LMDBCache(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return CacheOnDisk(path, "damaged", nbytes, problem=str(error))
 
 
 def _what_is_missing(path: str) -> str:
-    """What is left to do in a build or in a download."""
-    url = url_of_mirror(path + PARTIAL_SUFFIX)
-    if url is not None:
-        return f"an unfinished copy of {url}: open that cache again to continue"
+    """What is left to do in a build."""
     files = StagingDirectory(path)
     try:
         num_shards = files.plan.num_shards if files.open() else 0
@@ -179,12 +173,6 @@ def _what_is_missing(path: str) -> str:
         return str(error)
     state = f"{len(missing)} of {num_shards} shards are missing" if missing else "it was interrupted"
     return f"{state}: run the build again to continue"
-
-
-def url_of_mirror(directory: str) -> str | None:
-    """The URL of which a directory is a mirror; None if it is not one."""
-    manifest = manifest_in(directory)
-    return None if manifest is None else manifest.url
 
 
 def _is_finished(path: str) -> bool:

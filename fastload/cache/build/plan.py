@@ -91,7 +91,6 @@ def check_source(
     probed: Mapping[int, Any],
     *,
     fingerprint: Fingerprint | None = None,
-    url: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that a cache was made from these samples, and has these settings.
@@ -101,7 +100,6 @@ def check_source(
         num_samples: Of the dataset.
         probed: Samples that were read, by index; sample 0 is compared, if it is needed and could be read.
         fingerprint: Of the dataset.
-        url: Where the cache is, if this is the local copy of one in an object store.
         settings: Fields of its plan that the user requested.
 
     Raises:
@@ -118,13 +116,12 @@ def check_source(
         wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:
-        anew = f"remove it with {fastload_command('cache', 'rm', cache.path)}, build it again with --force "
-        anew += "on the command line, or use a different path"
         raise CacheMismatchError(
             f"{cache.path} was made from other samples, from an earlier state of them, or with other "
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "
-            f"dataset, or train without it from CachedDataset.from_cache({url or cache.path!r}). If the "
-            f"dataset is right, {anew if url is None else 'build its cache at a different URL'}"
+            f"dataset, or train without it from CachedDataset.from_cache({cache.path!r}). If the dataset is "
+            f"right, remove it with {fastload_command('cache', 'rm', cache.path)}, build it again with "
+            "--force on the command line, or use a different path"
         )
     if key is not None and wanted.crc32 != cache.description.crc32 is not None:
         say_once(

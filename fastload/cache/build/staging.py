@@ -37,7 +37,7 @@ from fastload.cache.lmdb.description import (
     parse_versioned,
     why_different,
 )
-from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_file, shard_name
+from fastload.cache.lmdb.files import PARTIAL_SUFFIX, open_file, shard_name
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.humanize import fastload_command, readable_size
@@ -46,7 +46,7 @@ from fastload.system.logs import log
 from fastload.system.ranks import are_several_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from fastload.cache.lmdb.description import Plan
 
@@ -55,10 +55,7 @@ _REPORTED = ("index", "path", "type", "reason", "worker")
 _PLAN_NAME = "plan.json"
 _SHARD = r"\d{5,}-of-\d{5,}"
 _LASTING = rf"plan\.json|{_SHARD}\.lmdb|{_SHARD}\.errors\.jsonl"
-# The second is a file being written, the last two are those of a mirror (see `lmdb.mirror`).
-NAMES = re.compile(
-    rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part"
-)
+NAMES = re.compile(rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}")  # the second is a file being written
 _SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
 _POLL_S = 0.2
 _LOG_POLLS = 50
@@ -239,7 +236,8 @@ class StagingDirectory:
 
     def _write_report(self, left_out: list[FailedSample], path: str) -> None:
         own = self.own_path(_report_name(shard_name(self.plan, 0)))
-        write_new(own, report_text(left_out).encode())
+        lines = [json.dumps({name: getattr(sample, name) for name in _REPORTED}) for sample in left_out]
+        write_new(own, "".join(f"{line}\n" for line in lines).encode())
         os.replace(own, path)
 
 
@@ -281,29 +279,16 @@ def _report_name(shard_file: str) -> str:
     return shard_file.removesuffix(".lmdb") + REPORT
 
 
-def report_text(samples: Iterable[FailedSample]) -> str:
-    """The report about left-out samples: one line of JSON each."""
-    lines = [json.dumps({name: getattr(sample, name) for name in _REPORTED}) for sample in samples]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def parse_report(text: str) -> list[FailedSample]:
-    """The samples in a report; damaged lines are left out."""
-    samples = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            sample = FailedSample(**json.loads(line))
-            if type(sample.index) is int:
-                samples.append(sample)
-    return samples
-
-
 def read_report(path: str) -> list[FailedSample]:
-    """The samples in the report at a path; a report that does not exist is empty."""
-    try:
-        return parse_report(Path(path).read_text(errors="replace"))
-    except FileNotFoundError:
-        return []
+    """The samples in the report at a path, without damaged lines; none if there is no report."""
+    samples = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(path).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                sample = FailedSample(**json.loads(line))
+                if type(sample.index) is int:
+                    samples.append(sample)
+    return samples
 
 
 # --- the lock ---------------------------------------------------------------------------------------------
@@ -316,14 +301,13 @@ def lock_name(path: str) -> str:
 
 
 @contextlib.contextmanager
-def only_builder(path: str, title: str | None = None, *, wait: bool = False) -> Iterator[None]:
+def only_builder(path: str, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock on a destination.
 
     On a file system without locks nothing is locked, and a log line says so: rule 4 keeps the files safe.
 
     Args:
         path: The path of the cache.
-        title: Its name in messages; None for its path.
         wait: Wait for a builder in another process. A thread of this process is never waited for, because it
             can be this one.
 
@@ -348,7 +332,7 @@ def only_builder(path: str, title: str | None = None, *, wait: bool = False) -> 
                 yield
                 return
         is_own = is_lock_file_held_here(name)
-        busy = f"{title or path} is being built by {'another thread' if is_own else _holder(name)}"
+        busy = f"{path} is being built by {'another thread' if is_own else _holder(name)}"
         if is_own or not wait:
             raise CacheBusyError(f"{busy}: wait until it has finished")
         if attempt % _LOG_POLLS == 0:

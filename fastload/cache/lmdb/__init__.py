@@ -2,5 +2,5 @@
 
 Read in this order: `format` and `description` (the bytes of a file, and what it says about itself), `files`
 (finding, opening and reading files), `lmdb_cache` (samples, and batches without a copy of each record),
-`lmdb_dataset` (the samples as a dataset); then `manifest` and `mirror` (caches in object stores).
+`lmdb_dataset` (the samples as a dataset).
 """

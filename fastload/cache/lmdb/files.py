@@ -12,7 +12,6 @@ Rules:
    This check cannot find a change during the read, or a change with the same time stamp as the previous one
    (file systems can count time in steps of some milliseconds). Such a read can return the new bytes. If a
    file is truncated while a batch is read from it, SIGBUS kills the process.
-5. The open files of a mirror (see `mirror`) hold a shared lock, so the mirror is not removed while in use.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ import numpy as np
 
 from fastload.cache.lmdb.format import CURE, read_at, read_end, read_text
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.system.disk import is_own
 from fastload.system.limits import allows_files, limit_on_files
-from fastload.system.locks import flock_fd
 from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
@@ -41,8 +38,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARD_SUFFIX = ".lmdb"
-PARTIAL_SUFFIX = ".partial"  # of the directory of an unfinished build or download
-MANIFEST_NAME = "cache.json"  # in an object store and in a mirror, see `manifest` and `mirror`
+PARTIAL_SUFFIX = ".partial"  # of the directory of an unfinished build
 _FILES_A_SHARD = 2  # its descriptor, and that of its mapping
 
 
@@ -97,10 +93,6 @@ class OpenFile:
     def holds(self, index: int) -> bool:
         """Whether the sample of an index of the file is stored."""
         return bool(self._table.sizes[index - self.indices.start])
-
-    def is_own(self) -> bool:
-        """Whether only this user (or root) can have written it."""
-        return is_own(os.fstat(self._fd))
 
     def check(self) -> bytearray:
         """Check that the file has not changed since it was opened.
@@ -249,9 +241,8 @@ def open_files(path: str) -> tuple[OpenFile, ...]:
             )
     else:
         paths = [path]
-    is_mirror = os.path.exists(os.path.join(path, MANIFEST_NAME))
     try:
-        opened = [open_file(file_path, is_mirror=is_mirror) for file_path in paths]
+        opened = [open_file(file_path) for file_path in paths]
     except (OSError, CacheError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
@@ -304,11 +295,11 @@ def _hint(path: str) -> str:
     return f"; an unfinished build lies at {partial}: run the build again to resume it"
 
 
-def open_file(path: str, *, is_mirror: bool = False) -> OpenFile:
-    """Open one file of a cache; of a mirror with its lock.
+def open_file(path: str) -> OpenFile:
+    """Open one file of a cache.
 
     Raises:
-        FileNotFoundError: There is no such file, or the mirror is being removed.
+        FileNotFoundError: There is no such file.
         CacheMismatchError: It is not a cache of this format.
         CacheCorruptError: It is damaged.
     """
@@ -319,8 +310,6 @@ def open_file(path: str, *, is_mirror: bool = False) -> OpenFile:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
     try:
-        if is_mirror and not flock_fd(fd, shared=True):
-            raise FileNotFoundError(f"the copy at {path} is being removed")
         return OpenFile(fd, path)
     except BaseException:
         os.close(fd)

@@ -38,7 +38,7 @@ TRAILER_MAGIC = b"FLlmdb1\0"
 PADDING = bytes(48)
 _TABLE_COLUMNS = ("<i8", "<u4", "<u4")
 _ROW_BYTES = sum(np.dtype(column).itemsize for column in _TABLE_COLUMNS)
-CURE = "delete the file, and build or download it again"  # it can be the mirror of a cache at a URL
+CURE = "delete the file, and build it again"
 
 
 def pack_key(index: int) -> bytes:

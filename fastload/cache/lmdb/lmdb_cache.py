@@ -12,7 +12,6 @@ See `format` for the layout of a file, and `files` for the table of open files. 
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,18 @@ from fastload.cache.format.record import decode, outline
 from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
-from fastload.cache.lmdb.mirror import open_mirror
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files.file_systems import is_url, local_path
-from fastload.memory.segment import is_for_child, is_for_other_machines
+from fastload.memory.segment import is_for_child
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import Spec, build_batch
 from fastload.system.checks import as_path
 from fastload.system.humanize import readable_size
+from fastload.system.paths import cache_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import os
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -50,47 +49,27 @@ class LMDBCache(SampleCache):
     """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
-        path: The file or directory; or the URL of a cache in an object store, read from a local copy that the
-            first process of a host downloads.
-        storage_options: For a URL: arguments of fsspec's file system, such as credentials.
-        progress: Show the progress of a download.
+        path: The file or directory.
 
     Attributes:
-        path: The absolute path, on this machine.
+        path: The absolute path.
         reason: Why this cache is in use.
 
     Raises:
         FileNotFoundError: There is no such file.
         CacheMismatchError: It is not a cache of this format, or shards are missing.
         CacheCorruptError: A file is damaged.
-        CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
-        ValueError: `storage_options` is given, but `path` is not a URL; or the URL has an unknown protocol.
-        ImportError: A package for the URL is missing.
+        ValueError: `path` is a URL.
     """
 
     layout = "lmdb"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        progress: bool = True,
-    ) -> None:
-        name = as_path("path", path)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._is_closed = False
-        self._source = (name, storage_options) if is_url(name) else None
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
-        self._files: tuple[OpenFile, ...] | None
-        if is_url(name):
-            self.path, self._files = open_mirror(name, storage_options, progress=progress)
-            self.reason = f"opened from the local copy of {name}"
-        else:
-            if storage_options is not None:
-                raise ValueError(f"storage_options= is for URLs, but path is {name!r}: omit storage_options=")
-            self.path = os.path.abspath(local_path(name))
-            self._files = open_files(self.path)
-            self.reason = "opened by its path"
+        self.path = cache_path(as_path("path", path))
+        self._files: tuple[OpenFile, ...] | None = open_files(self.path)
+        self.reason = "opened by its path"
         self._plan: Plan | None = self._files[0].plan
         self._build_id, self.num_samples = self._plan.build_id, self._plan.num_samples
 
@@ -101,9 +80,7 @@ class LMDBCache(SampleCache):
             "_plan": None,
             "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
-            "reason": "opened by its path",  # a URL can hold credentials
-            # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
-            "_source": self._source if is_for_other_machines() else None,
+            "reason": "opened by its path",
         }
 
     def _spec_to_pickle(self) -> Spec | None:
@@ -166,10 +143,7 @@ class LMDBCache(SampleCache):
     def _opened(self) -> tuple[OpenFile, ...]:
         files = self._files
         if files is None:
-            if self._source is not None and not os.path.exists(self.path):
-                self.path, files = open_mirror(*self._source, progress=False)
-            else:
-                files = open_files(self.path)
+            files = open_files(self.path)
             if files[0].plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
