@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.source import positions_of, read_ahead, reads_ahead
+from fastload.batch.source import expect, expects, positions_of
 from fastload.cache.build.fill import fill
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
@@ -464,19 +464,14 @@ class CachedDataset(Dataset[Any]):
                 ", ".join(generators),
             )
 
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Tell the wrapped dataset which uncached samples are read next."""
-        wanted = []
-        for index in indices:
-            position = index + self._num_samples if index < 0 else index
-            if position not in self.cache:
-                wanted.append(position)
-        read_ahead(self._source, wanted)
-
     @property
-    def _reads_ahead(self) -> bool:
-        """Whether the wrapped dataset wants to know which samples are read next."""
-        return reads_ahead(self._source)
+    def _expect(self) -> Callable[[Sequence[int]], None] | None:
+        """See `batch.source`: it tells the wrapped dataset which uncached samples are read next."""
+        return self._expect_missing if expects(self._source) else None
+
+    def _expect_missing(self, indices: Sequence[int]) -> None:
+        positions = (index + self._num_samples if index < 0 else index for index in indices)
+        expect(self._source, [position for position in positions if position not in self.cache])
 
     def _batch_source(self) -> BatchSource | None:
         return self if self._files is None else None

@@ -10,7 +10,7 @@ _LOCAL_PREFIX = "file://"
 
 
 def is_url(path: str) -> bool:
-    """Whether a path names a folder that fsspec reads: `s3://...`, or chained protocols: `zip::...`."""
+    """Whether a path is a URL such as `s3://...`, or one of chained protocols: `zip::...`."""
     return _URL.match(path) is not None and not path.startswith(_LOCAL_PREFIX)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, path_of
-from fastload.batch.source import read_tasks_ahead
+from fastload.batch.source import expect_tasks
 from fastload.cache.format.record import record_parts
 from fastload.cache.lmdb.format import PADDING
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
@@ -89,7 +89,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
 
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
-        read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
+        expect_tasks(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self._read(index)
