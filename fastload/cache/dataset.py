@@ -216,7 +216,7 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             dataset: As for this class.
-            path: The file, or the directory of shards.
+            path: The file.
             pre_transform: As for this class.
             cache_key: As for this class.
             num_workers: Processes that read; None for one per usable CPU, at most 16; 0 for none.
@@ -259,12 +259,12 @@ class CachedDataset(Dataset[Any]):
         `classes` holds the names of ImageFolder's classes.
 
         Args:
-            path: The file, or the directory of shards.
+            path: The file.
             transform: The random part, run on every access.
 
         Raises:
             FileNotFoundError: There is no such file.
-            CacheMismatchError: It is not a cache of this format, or shards are missing.
+            CacheMismatchError: It is not a cache of this format.
             CacheCorruptError: A file is damaged.
             ValueError: `path` is a URL.
         """

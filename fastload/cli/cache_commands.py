@@ -25,7 +25,7 @@ from fastload.cli.arguments import (
     parse_max_errors,
     whole_number,
 )
-from fastload.cli.source_argument import RemoteSource, open_source, users_code
+from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
 from fastload.system.humanize import fastload_command, readable_size, table
@@ -81,29 +81,11 @@ def build(
         typer.Argument(
             parser=cache_argument("DEST", is_new=True),
             metavar="DEST",
-            help="The cache: a file, or with several shards a directory.",
+            help="The file of the cache.",
         ),
     ],
     size: Size = None,
     num_workers: NumWorkers = None,
-    shards: Annotated[
-        Any,  # int | None
-        typer.Option(
-            parser=whole_number("--shards", 1),
-            metavar="N",
-            help="Number of files of the cache; default: files of about 1 GiB, with --ray a few per CPU. "
-            "An interrupted build loses the file being written.",
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Build on a Ray cluster, one task per shard: 'auto' for the running cluster, 'local' "
-            "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
-            "DEST. Needs the extra 'ray'.",
-        ),
-    ] = None,
     on_error: OnError = "raise",
     max_errors: MaxErrors = _MAX_ERRORS,
     strict: Strict = False,
@@ -130,26 +112,22 @@ def build(
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
-    DEST appears when it is complete. If a build was interrupted or killed, run the same command again to
-    continue it. With --by file, DEST is a directory that can be read while it is built.
+    DEST appears when it is complete. With --by file, DEST is a directory that can be read while it is built.
     """
     if on_error == "raise" and max_errors != float(_MAX_ERRORS):
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
-        given = {"--size": size, "--shards": shards, "--ray": ray}
+        given = {"--size": size}
         for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
         return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
     options = {
-        "shards": shards,
         "on_error": on_error,
         "max_errors": max_errors,
         "progress": not is_quiet(),
         "wait": wait,
     }
-    if ray is not None and num_workers is not None:
-        raise CommandError("--ray builds with one task per CPU: omit --num-workers")
     if force:
         from fastload.cache.build import inventory
 
@@ -157,18 +135,11 @@ def build(
             inventory.remove(dest)
     was_built = not os.path.exists(dest)
     started_s = time.monotonic()
-    if ray is not None:
-        from fastload.integrations.ray import build_cache
+    from fastload.cache.build.build import build_lmdb
 
-        with users_code(source):
-            remote_source = RemoteSource(source, size, os.getcwd())
-            cache = build_cache(remote_source, dest, address=ray, **options)
-    else:
-        from fastload.cache.build.build import build_lmdb
-
-        with _opened(source, size) as (dataset, fingerprint):
-            options |= {"num_workers": num_workers, "fingerprint": fingerprint}
-            cache = build_lmdb(dataset, dest, **options)
+    with _opened(source, size) as (dataset, fingerprint):
+        options |= {"num_workers": num_workers, "fingerprint": fingerprint}
+        cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     details = _details(cache)
@@ -235,9 +206,7 @@ def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
 
 CachePath = Annotated[
     str,
-    typer.Argument(
-        parser=cache_argument("PATH"), metavar="PATH", help="A cache: a file, or a directory of shards."
-    ),
+    typer.Argument(parser=cache_argument("PATH"), metavar="PATH", help="The file of a cache."),
 ]
 
 
@@ -395,7 +364,7 @@ def rm(
         typer.Argument(
             parser=cache_argument("PATH"),
             metavar="PATH",
-            help="Caches: files, or directories of shards.",
+            help="Caches.",
         ),
     ],
     yes: Yes = False,
@@ -519,8 +488,7 @@ def _details(cache: LMDBCache) -> dict[str, Any]:
 
 def _content(details: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its details."""
-    shards = "" if details["num_shards"] == 1 else f" in {details['num_shards']} shards"
-    size = f"{readable_size(details['nbytes'])}{shards}"
+    size = readable_size(details["nbytes"])
     return f"{details['num_cached']:,} of {details['num_samples']:,} samples, {size}"
 
 

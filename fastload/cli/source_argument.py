@@ -11,13 +11,11 @@ import inspect
 import operator
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cli.terminal import CommandError, ExitCode
 from fastload.system.humanize import did_you_mean
 from fastload.system.notes import add_note
-from fastload.system.os_errors import why_unreadable
 from fastload.system.paths import is_url, local_path
 
 if TYPE_CHECKING:
@@ -157,33 +155,3 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return False  # probably a path
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
-
-
-@dataclass(frozen=True)
-class RemoteSource:
-    """Opens SOURCE on a different machine, in the working directory of the command; pickles as a handle.
-
-    Attributes:
-        source: The user's SOURCE.
-        size: The size of the images of a folder.
-        directory: The working directory of the command.
-    """
-
-    source: str
-    size: int | tuple[int, int] | None
-    directory: str
-
-    def __call__(self) -> Any:
-        """The dataset.
-
-        Raises:
-            CommandError: SOURCE names no dataset, or the working directory does not exist on this machine.
-        """
-        try:
-            os.chdir(self.directory)
-        except OSError as error:
-            raise CommandError(
-                f"the working directory of the command is not on this machine: {why_unreadable(error)}: run "
-                "the command in a directory that all machines share"
-            ) from error
-        return open_source(self.source, self.size)

@@ -118,12 +118,8 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         return sample
 
 
-def cut(spans: Sequence[range], example_bytes: int, num_workers: int) -> list[range]:
-    """Cut ranges of indices into tasks; a task never crosses the end of a range."""
-    maximum = sum(map(len, spans)) // (_TASKS_EACH * max(1, num_workers))
+def cut(num_samples: int, example_bytes: int, num_workers: int) -> list[range]:
+    """Cut the indices into tasks."""
+    maximum = num_samples // (_TASKS_EACH * max(1, num_workers))
     size = max(1, min(_TASK_BYTES // max(1, example_bytes), maximum, _MAX_TASK_SAMPLES))
-    return [
-        range(start, min(start + size, span.stop))
-        for span in spans
-        for start in range(span.start, span.stop, size)
-    ]
+    return [range(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]

@@ -1,6 +1,6 @@
 """LMDBCache: reads finished caches on disk through the page cache.
 
-See `format` for the layout of a file, and `files` for the table of open files. Rules:
+See `format` for the layout of a file. Rules:
 
 1. A cache pickles as its path and the id of its build; a process opens the file on first use. A closed cache
    stays closed in child processes; loaded from a checkpoint, it is open.
@@ -21,7 +21,7 @@ from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, outline
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.lmdb.files import damaged, open_files
+from fastload.cache.lmdb.files import damaged, open_file
 from fastload.cache.lmdb.format import CURE
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import is_for_child
@@ -46,10 +46,10 @@ _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
 class LMDBCache(SampleCache):
-    """A finished cache in one LMDB file, or in a directory of such files, read-only.
+    """A finished cache in an LMDB file, read-only.
 
     Args:
-        path: The file or directory.
+        path: The file.
 
     Attributes:
         path: The absolute path.
@@ -57,8 +57,8 @@ class LMDBCache(SampleCache):
 
     Raises:
         FileNotFoundError: There is no such file.
-        CacheMismatchError: It is not a cache of this format, or shards are missing.
-        CacheCorruptError: A file is damaged.
+        CacheMismatchError: It is not a cache of this format.
+        CacheCorruptError: It is damaged.
         ValueError: `path` is a URL.
     """
 
@@ -68,15 +68,15 @@ class LMDBCache(SampleCache):
         self._is_closed = False
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
         self.path = cache_path(as_path("path", path))
-        self._files: tuple[OpenFile, ...] | None = open_files(self.path)
+        self._file: OpenFile | None = open_file(self.path)
         self.reason = "opened by its path"
-        self._plan: Plan | None = self._files[0].plan
+        self._plan: Plan | None = self._file.plan
         self._build_id, self.num_samples = self._plan.build_id, self._plan.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "_files": None,
+            "_file": None,
             "_plan": None,
             "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
@@ -108,27 +108,27 @@ class LMDBCache(SampleCache):
 
     @property
     def description(self) -> Plan:
-        """What the files say about the cache, such as the number of its files and the classes."""
+        """What the file says about the cache, such as the classes."""
         if self._plan is None:
-            self._plan = self._opened()[0].plan
+            self._plan = self._opened().plan
         return self._plan
 
     @property
     def num_cached(self) -> int:
         """Number of stored samples: all except those that could not be read."""
-        return sum(file.num_stored for file in self._opened())
+        return self._opened().num_stored
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
-        return sum(file.nbytes for file in self._opened())
+        """Size of the file."""
+        return self._opened().nbytes
 
     @property
     def stored_indices(self) -> npt.NDArray[np.intp] | None:
         """Indices of the stored samples, ascending; None if all samples are stored."""
         if self.num_cached == self.num_samples:
             return None
-        return np.concatenate([file.stored_indices for file in self._opened()])
+        return self._opened().stored_indices
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
@@ -140,30 +140,25 @@ class LMDBCache(SampleCache):
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def _opened(self) -> tuple[OpenFile, ...]:
-        files = self._files
-        if files is None:
-            files = open_files(self.path)
-            if files[0].plan.build_id != self._build_id:
+    def _opened(self) -> OpenFile:
+        file = self._file
+        if file is None:
+            file = open_file(self.path)
+            if file.plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
-                self._files = files
-        return files
-
-    def _file_of(self, index: int) -> OpenFile:
-        files = self._opened()
-        # The inverse of Plan.indices_of.
-        return files[((index + 1) * len(files) - 1) // self.num_samples] if len(files) > 1 else files[0]
+                self._file = file
+        return file
 
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored."""
         if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._file_of(int(index)).holds(int(index))
+        return self._opened().holds(int(index))
 
     def is_left_out(self, index: int) -> bool:
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
-        return not self._is_closed and not self._file_of(index).holds(index)
+        return not self._is_closed and not self._opened().holds(index)
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
@@ -175,7 +170,7 @@ class LMDBCache(SampleCache):
         """
         if self._is_closed:
             return None
-        file = self._file_of(index)
+        file = self._opened()
         record = file.record(index)
         if record is None:
             return None
@@ -194,16 +189,12 @@ class LMDBCache(SampleCache):
             return None
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]
+        in_file = self._opened().records(ascending)
+        if in_file is None:
+            return None
         records: list[Any] = [None] * len(indices)
-        for file in self._opened():
-            first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
-            if first == stop:
-                continue
-            in_file = file.records(ascending[first:stop])
-            if in_file is None:
-                return None
-            for position, record in zip(order[first:stop].tolist(), in_file, strict=True):
-                records[position] = record
+        for position, record in zip(order.tolist(), in_file, strict=True):
+            records[position] = record
         try:
             return stack_records(records, allocate)
         except CacheCorruptError as error:
@@ -220,20 +211,20 @@ class LMDBCache(SampleCache):
         """
         bad = []
         with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
-            for file in self._opened():
-                shown.advance(0, len(file.indices) - file.num_stored)
-                for index in file.stored_indices.tolist():
-                    nbytes = 0
-                    try:
-                        nbytes = len(file.record(index, verify=True) or b"")
-                    except CacheCorruptError:
-                        bad.append(index)
-                    shown.advance(nbytes)
+            file = self._opened()
+            shown.advance(0, self.num_samples - file.num_stored)
+            for index in file.stored_indices.tolist():
+                nbytes = 0
+                try:
+                    nbytes = len(file.record(index, verify=True) or b"")
+                except CacheCorruptError:
+                    bad.append(index)
+                shown.advance(nbytes)
         return bad
 
     def close(self) -> None:
-        """Release this object's files; samples that were handed out stay valid."""
-        self._files = None
+        """Release this object's file; samples that were handed out stay valid."""
+        self._file = None
         self._is_closed = True
 
 
