@@ -69,10 +69,7 @@ def build_rate(folder: Any, directory: Path, num_workers: int) -> float:
     start_s = time.perf_counter()
     build_lmdb(folder, path, num_workers=num_workers, progress=False).close()
     elapsed_s = time.perf_counter() - start_s
-    if path.is_dir():  # with several shards
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    path.unlink()
     return len(folder) / elapsed_s
 
 

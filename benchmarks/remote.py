@@ -2,9 +2,8 @@
 
 Question: with photographs in a store that answers each request after 0, 10 or 50 ms, how many images a second
 do two workers read, decode and crop? The plain dataset reads and decodes one file on every access, with s3fs,
-as a dataset of a user's own does; with torch's loader and with ours. `fastload.ImageFolder` reads ahead: in
-torch's loader the files of a batch, in fastload's also those of the next batches. obstore is another client,
-compiled, with the same interface. The same files on the local disk are the upper bound.
+as a dataset of a user's own does; with torch's loader and with ours. `fastload.ImageFolder` fetches the files
+of a batch in one call, in both loaders. The same files on the local disk are the upper bound.
 
 The store is a process on the same machine (object_store.py), so its work and the network's are taken from the
 same cores: the figures at 0 ms are what S3's protocol costs in Python, with no network.
@@ -47,7 +46,6 @@ PLAIN_TORCH = "plain dataset, torch's loader"
 PLAIN_OURS = "plain dataset, fastload's loader"
 FOLDER_TORCH = "ImageFolder, torch's loader"
 FOLDER_OURS = "ImageFolder, fastload's loader"
-OBSTORE = "ImageFolder through obstore, fastload's loader"
 LOCAL = "ImageFolder on the local disk, fastload's loader"
 
 
@@ -69,35 +67,6 @@ class PlainDataset(torch.utils.data.Dataset[Any]):
             self.opened = os.getpid(), fsspec.filesystem("s3", **self.options)
         data = self.opened[1].cat_file(path)
         image = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-        return self.transform(image=image)["image"], label
-
-
-class Cropped(torch.utils.data.Dataset[Any]):
-    """A folder and a random crop; it forwards what the loader says about the next batches."""
-
-    def __init__(self, folder: fastload.ImageFolder, transform: Any) -> None:
-        self.folder = folder
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.folder)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        image, label = self.folder[index]
-        return self.transform(image=image)["image"], label
-
-    def read_ahead(self, indices: Any) -> None:
-        """Pass on which samples come next."""
-        self.folder.read_ahead(indices)
-
-
-class CroppedFolder(fastload.ImageFolder):
-    """The same as a subclass, which torch's loader asks for whole batches."""
-
-    transform: Any = None
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:  # type: ignore[override]
-        image, label = super().__getitem__(index)
         return self.transform(image=image)["image"], label
 
 
@@ -123,32 +92,18 @@ def store(photos: Path, latency_ms: int) -> Iterator[dict[str, Any]]:
             process.stdin.close()
 
 
-def through_obstore(options: dict[str, Any]) -> fastload.ImageFolder:
-    """The folder through the other client."""
-    from obstore.fsspec import FsspecStore
-
-    config = {"endpoint": options["endpoint_url"], "access_key_id": "none", "secret_access_key": "none"}
-    filesystem = FsspecStore(
-        "s3", config={**config, "region": "us-east-1"}, client_options={"allow_http": True}
-    )
-    return fastload.ImageFolder("s3://photos", filesystem=filesystem)
-
-
 def contenders(photos: Path, options: dict[str, Any]) -> list[Contender]:
     """All rows for one latency."""
     crop = A.Compose([A.RandomCrop(CROP_SIDE, CROP_SIDE), A.HorizontalFlip(p=0.5)])
-    folder = fastload.ImageFolder("s3://photos", storage_options=options)
-    batches = CroppedFolder("s3://photos", storage_options=options)
-    batches.transform = crop
+    folder = fastload.ImageFolder("s3://photos", crop, storage_options=options)
     plain = PlainDataset(list(folder.samples), options, crop)
     torchs = torch.utils.data.DataLoader
     rows: list[tuple[str, Any, Any]] = [
         (PLAIN_TORCH, torchs, plain),
         (PLAIN_OURS, fastload.DataLoader, plain),
-        (FOLDER_TORCH, torchs, batches),
-        (FOLDER_OURS, fastload.DataLoader, Cropped(folder, crop)),
-        (OBSTORE, fastload.DataLoader, Cropped(through_obstore(options), crop)),
-        (LOCAL, fastload.DataLoader, Cropped(fastload.ImageFolder(photos), crop)),
+        (FOLDER_TORCH, torchs, folder),
+        (FOLDER_OURS, fastload.DataLoader, folder),
+        (LOCAL, fastload.DataLoader, fastload.ImageFolder(photos, crop)),
     ]
     loading = {
         "shuffle": True,
@@ -176,8 +131,6 @@ def question(photos: Path, latency_ms: int, runs: int) -> dict[str, Any]:
             1.0,
         ),
         "the same dataset, fastload's loader / torch's": (rates[FOLDER_OURS] / rates[FOLDER_TORCH], 1.0),
-        "the same through obstore": (rates[OBSTORE] / rates[PLAIN_TORCH], 1.0),
-        "through obstore / the local disk": (rates[OBSTORE] / rates[LOCAL], 0.5),
     }
     title = f"{NUM_IMAGES} photographs in an object store, {latency_ms} ms a request"
     return report(title, "images/s", rows, ratios)

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a folder": (
         lambda path: CachedDataset.build(DATA, path),
-        "a directory of .lmdb files\nTo build a cache, use a path that does not exist yet",
+        "build the cache again\nTo build a cache, use a path that does not exist yet",
     ),
     "a path to build": (
         lambda _: CachedDataset.build(DATA, None),  # type: ignore[arg-type]

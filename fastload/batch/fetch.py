@@ -20,7 +20,7 @@ from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
-from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
+from fastload.batch.source import batch_source_of, expect, expects, inside_subsets
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import BufferPool, allocating_in, current_allocator
 from fastload.nested.deferred import computed
@@ -98,7 +98,6 @@ class Fetcher:
 
     Attributes:
         reader: The dataset's iterator and state.
-        reads_ahead: Whether the dataset wants to know which samples are read next.
         replacer: Replaces samples that cannot be read; None if their errors are raised.
         num_samples: How many samples the last batch has; meaningless after an error.
         gathered_bytes: The bytes of the last batch, if it was gathered from a `BatchSource`; 0 if it was not.
@@ -135,12 +134,12 @@ class Fetcher:
         self._stack_memory = allocator if in_worker else None
         self._stacking = allocating_in(self._stack_memory)
         self._source = None if settings.is_iterable else batch_source_of(dataset)
-        self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
+        self._expects = not settings.is_iterable and expects(dataset)
         self.replacer: Replacer | None = None
         if settings.on_error != "raise":
             self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
         # Whether nothing but ``dataset[index]`` makes a sample, one by one.
-        self._is_plain = seeder is None and self.replacer is None and not self.reads_ahead
+        self._is_plain = seeder is None and self.replacer is None and not self._expects
         self.num_samples = 0
         self.gathered_bytes = 0
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
@@ -166,8 +165,8 @@ class Fetcher:
             self.replacer.begin(key, index if self._auto_collation else [index])
         if self.reader.num_to_read_again:
             self._read_again(index)
-        if self.reads_ahead:
-            self.announce(index)
+        if self._expects and (not self._auto_collation or hasattr(index, "__getitem__")):
+            expect(self._dataset, index if self._auto_collation else [index])  # an iterator is read only once
         try:
             reading = None if self._reading is None else self._reading()
             if reading is None:
@@ -189,13 +188,6 @@ class Fetcher:
             if self._seeder is not None:
                 self._seeder.end()
         return batch
-
-    def announce(self, index: Any) -> None:
-        """Tell a dataset that reads ahead that the batch of ``index`` will be fetched."""
-        if not self._auto_collation:
-            read_ahead(self._dataset, [index])
-        elif hasattr(index, "__getitem__"):  # an iterator could not be read again
-            read_ahead(self._dataset, index)
 
     def place_of_error(self, index: Any, error: BaseException) -> str:
         """The sample at which the last `fetch` failed, in words; its whole index if the sample is unknown.
@@ -280,7 +272,7 @@ class Fetcher:
     def _read_samples(self, indices: Any, key: BatchKey | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
-        if self._seeder is None and not self.reads_ahead and getattr(dataset, "__getitems__", None):
+        if self._seeder is None and not self._expects and getattr(dataset, "__getitems__", None):
             self.num_samples = operator.length_hint(indices)  # 0 if a custom sampler hides it
             try:
                 samples = dataset.__getitems__(indices)

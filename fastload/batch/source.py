@@ -1,12 +1,10 @@
-"""What a dataset can offer beside ``dataset[index]``: whole batches (`BatchSource`), and reading ahead.
+"""What a dataset can offer beside ``dataset[index]``: whole batches (`BatchSource`); and what it is told.
 
 torch's TensorDataset and a CachedDataset offer whole batches.
 
-A dataset that wants to know which samples will be read next, to begin to read their files, has a method
-``read_ahead(indices)``, as ImageFolder and CachedDataset have; if it also has an attribute ``_reads_ahead``
-that is False, the method is not called. The method must be one of the dataset's class: an attribute that a
-wrapper forwards from the wrapped dataset is ignored, because the wrapper can number its samples differently.
-The samples of such a dataset are then read one by one.
+A dataset that fetches the files of a batch together is told which samples are read next, by its property
+``_expect``: a function of their indices, or None. ImageFolder has it for URLs; CachedDataset and others that
+hold a dataset forward it.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 # Several threads stack rows of at least this size faster than one thread gathers them (benchmarks/NOTES.md).
 THREADS_PAY_BYTES = 128 * 1024
-_SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
+_EXPECTED_SAMPLES = 64  # of tasks
 
 
 # --- whole batches ----------------------------------------------------------------------------------------
@@ -148,25 +146,28 @@ def batch_source_of(dataset: Any) -> BatchSource | None:
     return None
 
 
-# --- reading ahead ----------------------------------------------------------------------------------------
+# --- samples that are read next ---------------------------------------------------------------------------
 
 
-def reads_ahead(dataset: Any) -> bool:
-    """Whether a dataset, or a dataset inside torch's Subset or ConcatDataset, has `read_ahead`."""
-    return any(_has_method(part) for part, _ in _parts(dataset, ()))
+def expects(dataset: Any) -> bool:
+    """Whether a dataset, or one inside torch's Subset or ConcatDataset, wants to know what is read next."""
+    return any(_hook_of(part) is not None for part, _ in _parts(dataset, ()))
 
 
-def _has_method(dataset: Any) -> bool:
-    cls = type(dataset)
-    has_method = callable(getattr(cls, "read_ahead", None)) and has_own_methods(dataset, cls)
-    return has_method and bool(getattr(dataset, "_reads_ahead", True))
-
-
-def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
-    """Announce the next samples to read, in order; does nothing if the dataset has no `read_ahead`."""
+def expect(dataset: Any, indices: Sequence[Any]) -> None:
+    """Say which samples are read next, in order, if the dataset wants to know."""
+    told: dict[int, tuple[Any, list[Any]]] = {}  # by dataset: a ConcatDataset can have parts of one
     for part, numbers in _parts(dataset, indices):
-        if len(numbers) and _has_method(part):
-            part.read_ahead(numbers)
+        told.setdefault(id(part), (_hook_of(part), []))[1].extend(numbers)
+    for hook, numbers in told.values():
+        if hook is not None and numbers:
+            hook(numbers)
+
+
+def _hook_of(dataset: Any) -> Callable[[Sequence[Any]], None] | None:
+    # Of the class: a wrapper that forwards attributes can number its samples differently.
+    cls = type(dataset)
+    return dataset._expect if hasattr(cls, "_expect") and has_own_methods(dataset, cls) else None
 
 
 def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
@@ -182,12 +183,12 @@ def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any
     return [part for pair in zip(dataset.datasets, of_part, strict=True) for part in _parts(*pair)]
 
 
-def read_tasks_ahead(
+def expect_tasks(
     dataset: Any, tasks: Sequence[Sequence[int]], number: int, skipped: Container[int] = ()
 ) -> None:
-    """Announce the samples of a worker's task, and of its next tasks, until 64 samples are announced.
+    """Say which samples a worker's task reads, and its next tasks, until these are 64 samples.
 
-    A task is often one or two large images, so the next task alone would not hide the latency of a store.
+    A task is often one or two large images: too few to fetch together.
 
     Args:
         dataset: Samples are read from it in the order of the tasks.
@@ -195,13 +196,11 @@ def read_tasks_ahead(
         number: Of the task that begins now.
         skipped: Samples that are not read.
     """
-    if not reads_ahead(dataset):
+    if not expects(dataset):
         return
-    worker = get_worker_info()
-    num_announced = 0
+    worker, samples = get_worker_info(), []
     for coming in range(number, len(tasks), 1 if worker is None else worker.num_workers):
-        samples = [index for index in tasks[coming] if index not in skipped]
-        read_ahead(dataset, samples)
-        num_announced += len(samples)
-        if num_announced >= _SAMPLES_AHEAD:
-            return
+        samples += [index for index in tasks[coming] if index not in skipped]
+        if len(samples) >= _EXPECTED_SAMPLES:
+            break
+    expect(dataset, samples)

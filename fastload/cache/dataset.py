@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.source import positions_of, read_ahead, reads_ahead
+from fastload.batch.source import expect, expects, positions_of
 from fastload.cache.build.fill import fill
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
@@ -41,7 +41,7 @@ from fastload.system.logs import log
 from fastload.system.notes import add_note, suggest_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from fastload.batch.source import Allocate, BatchSource
     from fastload.cache.format.sample_cache import SampleCache
@@ -216,7 +216,7 @@ class CachedDataset(Dataset[Any]):
 
         Args:
             dataset: As for this class.
-            path: The file, or the directory of shards.
+            path: The file.
             pre_transform: As for this class.
             cache_key: As for this class.
             num_workers: Processes that read; None for one per usable CPU, at most 16; 0 for none.
@@ -252,8 +252,6 @@ class CachedDataset(Dataset[Any]):
         cls,
         path: str | os.PathLike[str],
         transform: Callable[..., Any] | None = None,
-        *,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset; the source is no longer needed.
 
@@ -261,21 +259,18 @@ class CachedDataset(Dataset[Any]):
         `classes` holds the names of ImageFolder's classes.
 
         Args:
-            path: The file, or the directory of shards; or the URL of a cache in an object store, which is
-                downloaded once per host.
+            path: The file.
             transform: The random part, run on every access.
-            storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
             FileNotFoundError: There is no such file.
-            CacheMismatchError: It is not a cache of this format, or shards are missing.
+            CacheMismatchError: It is not a cache of this format.
             CacheCorruptError: A file is damaged.
-            CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
-            ValueError: `storage_options` is given, but `path` is not a URL.
+            ValueError: `path` is a URL.
         """
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
-        samples = LMDBDataset(LMDBCache(path, storage_options=storage_options))
+        samples = LMDBDataset(LMDBCache(path))
         return cls(samples, transform, cache=samples)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -469,19 +464,14 @@ class CachedDataset(Dataset[Any]):
                 ", ".join(generators),
             )
 
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Tell the wrapped dataset which uncached samples are read next."""
-        wanted = []
-        for index in indices:
-            position = index + self._num_samples if index < 0 else index
-            if position not in self.cache:
-                wanted.append(position)
-        read_ahead(self._source, wanted)
-
     @property
-    def _reads_ahead(self) -> bool:
-        """Whether the wrapped dataset wants to know which samples are read next."""
-        return reads_ahead(self._source)
+    def _expect(self) -> Callable[[Sequence[int]], None] | None:
+        """See `batch.source`: it tells the wrapped dataset which uncached samples are read next."""
+        return self._expect_missing if expects(self._source) else None
+
+    def _expect_missing(self, indices: Sequence[int]) -> None:
+        positions = (index + self._num_samples if index < 0 else index for index in indices)
+        expect(self._source, [position for position in positions if position not in self.cache])
 
     def _batch_source(self) -> BatchSource | None:
         return self if self._files is None else None

@@ -54,12 +54,12 @@ from fastload.errors import (
     SharedMemoryError,
     UnsupportedSampleError,
 )
-from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, leaves
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
+from fastload.system.paths import cache_path
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         return cache
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_location = isinstance(cache, str) and (
-            is_url(cache) or cache.endswith(".lmdb") or os.path.exists(os.path.expanduser(cache))
+            cache.endswith(".lmdb") or os.path.exists(cache_path(cache, "cache"))
         )
         literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
@@ -248,10 +248,8 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
 
 
 def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
-    """The cache at a path, which is built if it does not exist, or at a URL."""
-    if is_url(location):
-        return _checked_lmdb(samples, LMDBCache(location, progress=samples.request.progress), url=location)
-    path = os.path.abspath(os.path.expanduser(local_path(location)))
+    """The cache at a path, which is built if it does not exist."""
+    path = cache_path(location, "cache")
     if not os.path.lexists(path):
         return _build_lmdb(samples, path)
     if is_file_store(path):
@@ -359,16 +357,14 @@ def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
 # --- caches on disk --------------------------------------------------------------------------------------
 
 
-def _checked_lmdb(samples: _Samples, cache: LMDBCache, url: str | None = None) -> LMDBCache:
+def _checked_lmdb(samples: _Samples, cache: LMDBCache) -> LMDBCache:
     """The cache, after it was compared with the samples."""
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
     elif len(samples) and samples.fingerprint.needs_key:
         with contextlib.suppress(Exception):  # the source may have gone since the build
             samples.examples[0] = read_unnoticed(samples.source, 0)
-    check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)
-    if url is not None:
-        cache.reason = f"{cache.reason}; the local copy of {url}"
+    check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint)
     return cache
 
 

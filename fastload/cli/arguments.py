@@ -13,62 +13,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastload.cli.terminal import CommandError, ExitCode
-from fastload.system.humanize import did_you_mean, fastload_command
+from fastload.system.humanize import did_you_mean
 from fastload.system.os_errors import write_errors_as
+from fastload.system.paths import cache_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# --- paths and URLs --------------------------------------------------------------------------------------
+# --- paths -----------------------------------------------------------------------------------------------
 
 
-def is_url(path: str) -> bool:
-    """Whether an argument is a URL that fsspec reads."""
-    from fastload.files.file_systems import is_url
-
-    return is_url(path)
-
-
-def check_url(url: str) -> None:
-    """Check that there is a package for a URL; sends no request.
-
-    Raises:
-        CommandError: There is none.
-    """
-    from fastload.cache.lmdb.manifest import remote_files
-
-    try:
-        remote_files(url).file_system()
-    except (ImportError, ValueError) as error:
-        raise CommandError(str(error)) from error
-
-
-def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[str], str]:
-    """A parser of paths, which become absolute, and URLs.
+def cache_argument(name: str, *, is_new: bool = False) -> Callable[[str], str]:
+    """A parser of the paths of caches, which become absolute.
 
     Args:
         name: The name of the argument, for messages.
-        instead: What to do with a URL, if the argument must not be one.
         is_new: Whether a file is created at the path, so its directory must exist.
     """
 
     def parse(text: str) -> str:
-        if is_url(text):
-            if instead:
-                hint = instead.format(command=fastload_command("cache", "info", text))
-                raise CommandError(f"{name} should be a path on this machine, but is {text}: {hint}")
-            check_url(text)
-            return text
-        from fastload.files.file_systems import local_path
-
-        text = local_path(text)
         if not text:
             raise CommandError(f"{name} is empty: pass a path")
         try:
             text.encode()  # LMDB opens no other names
+            path = cache_path(text, name)
         except UnicodeEncodeError:
             raise CommandError(f"{name} {text!a} is not valid UTF-8: use a different name") from None
-        path = os.path.abspath(text)
+        except ValueError as error:
+            raise CommandError(str(error)) from None
         directory = os.path.dirname(path)
         if is_new and not os.path.isdir(directory):
             if os.path.lexists(directory):

@@ -19,26 +19,23 @@ import typer
 from fastload.cli.arguments import (
     Size,
     Source,
-    check_url,
+    cache_argument,
     duration,
-    is_url,
-    number,
     one_of,
     parse_max_errors,
-    path_or_url,
     whole_number,
 )
-from fastload.cli.source_argument import RemoteSource, open_source, users_code
+from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
 from fastload.system.humanize import fastload_command, readable_size, table
 from fastload.system.logs import log
+from fastload.system.paths import is_url
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
-    from fastload.cache.lmdb.manifest import Manifest
 
 app = typer.Typer(help="Build and manage caches of decoded samples and files.", **APP)
 
@@ -58,8 +55,7 @@ OnError = Annotated[
         parser=one_of("--on-error", "raise", "skip"),
         metavar="raise|skip",
         help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
-        "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL; with "
-        "--by file, to the log.",
+        "and writes its path and the reason to DEST.errors.jsonl; with --by file, to the log.",
     ),
 ]
 _MAX_ERRORS = "0.01"
@@ -77,49 +73,19 @@ MaxErrors = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if samples were skipped.")]
 
 
-def _url(text: str) -> str:
-    if not is_url(text):
-        raise CommandError(f"--upload should be a URL such as s3://bucket/caches/train, but is {text!r}")
-    check_url(text)
-    return text
-
-
 @answers(app, ExitCode.SKIPPED, ExitCode.BUSY)
 def build(
     source: Source,
     dest: Annotated[
         str,
         typer.Argument(
-            parser=path_or_url("DEST", is_new=True),
+            parser=cache_argument("DEST", is_new=True),
             metavar="DEST",
-            help="The cache: a file, or with several shards a directory; or a URL such as "
-            "s3://bucket/caches/train, to which finished shards are uploaded.",
+            help="The file of the cache.",
         ),
     ],
-    upload: Annotated[
-        str | None,
-        typer.Option(parser=_url, metavar="URL", help="Upload the cache at DEST to this URL, too."),
-    ] = None,
     size: Size = None,
     num_workers: NumWorkers = None,
-    shards: Annotated[
-        Any,  # int | None
-        typer.Option(
-            parser=whole_number("--shards", 1),
-            metavar="N",
-            help="Number of files of the cache; default: files of about 1 GiB, with --ray a few per CPU. "
-            "An interrupted build loses the file being written.",
-        ),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Build on a Ray cluster, one task per shard: 'auto' for the running cluster, 'local' "
-            "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
-            "DEST. Needs the extra 'ray'.",
-        ),
-    ] = None,
     on_error: OnError = "raise",
     max_errors: MaxErrors = _MAX_ERRORS,
     strict: Strict = False,
@@ -146,61 +112,34 @@ def build(
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
-    DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
-    was interrupted or killed, run the same command again to continue it. With --by file, DEST is a directory
-    that can be read while it is built.
+    DEST appears when it is complete. With --by file, DEST is a directory that can be read while it is built.
     """
     if on_error == "raise" and max_errors != float(_MAX_ERRORS):
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     if by == "file":
-        given = {"--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
+        given = {"--size": size}
         for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
         return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
     options = {
-        "shards": shards,
         "on_error": on_error,
         "max_errors": max_errors,
         "progress": not is_quiet(),
         "wait": wait,
     }
-    path, url = (None, dest) if is_url(dest) else (dest, upload)
-    if upload is not None and path is None:
-        raise CommandError("DEST is a URL, and so is --upload: pass one of them")
-    if ray is not None and (url is not None or num_workers is not None):
-        raise CommandError(
-            "--ray builds in a directory that all machines see, one task per CPU: pass a DEST there, omit "
-            "--num-workers, and upload the cache with `fastload cache build SOURCE DEST --upload URL`"
-        )
     if force:
-        if path is None:
-            raise CommandError(
-                "--force replaces a cache on this machine, but DEST is a URL: use a different URL"
-            )
         from fastload.cache.build import inventory
 
         with contextlib.suppress(FileNotFoundError):
-            inventory.remove(path)
-    was_built = path is not None and not os.path.exists(path)
+            inventory.remove(dest)
+    was_built = not os.path.exists(dest)
     started_s = time.monotonic()
-    cache: LMDBCache | Manifest
-    if ray is not None:
-        from fastload.integrations.ray import build_cache
+    from fastload.cache.build.build import build_lmdb
 
-        with users_code(source):
-            remote_source = RemoteSource(source, size, os.getcwd())
-            cache = build_cache(remote_source, dest, address=ray, **options)
-    else:
-        from fastload.cache.build.build import build_lmdb
-        from fastload.cache.build.upload import build_at_url
-
-        with _opened(source, size) as (dataset, fingerprint):
-            options |= {"num_workers": num_workers, "fingerprint": fingerprint}
-            if url is not None:
-                cache, was_built = build_at_url(dataset, url, path=path, **options)
-            else:
-                cache = build_lmdb(dataset, dest, **options)
+    with _opened(source, size) as (dataset, fingerprint):
+        options |= {"num_workers": num_workers, "fingerprint": fingerprint}
+        cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     details = _details(cache)
@@ -225,8 +164,8 @@ def _build_files(
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
 
-    if is_url(dest) or (is_folder(source) and is_url(source)):
-        raise CommandError("with --by file, SOURCE and DEST are on this machine: pass paths")
+    if is_folder(source) and is_url(source):
+        raise CommandError("with --by file, SOURCE is on this machine: pass a path")
     if force:
         with contextlib.suppress(FileNotFoundError):
             inventory.remove(dest)
@@ -267,9 +206,7 @@ def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
 
 CachePath = Annotated[
     str,
-    typer.Argument(
-        parser=path_or_url("PATH"), metavar="PATH", help="A cache: a file, a directory of shards, or a URL."
-    ),
+    typer.Argument(parser=cache_argument("PATH"), metavar="PATH", help="The file of a cache."),
 ]
 
 
@@ -284,12 +221,7 @@ def info(path: CachePath) -> Answer:
         return Answer(
             details, table([["path", details["path"]], ["holds", _decoded(details)], ["made", made]])
         )
-    if is_url(path):  # the manifest says all of it, without a download
-        from fastload.cache.lmdb.manifest import read_manifest, remote_files
-
-        details = _details(read_manifest(remote_files(path)))
-    else:
-        details = _details(_cache_at(path))
+    details = _details(_cache_at(path))
     rows = [
         ["path", details["path"]],
         ["holds", _content(details)],
@@ -303,10 +235,7 @@ def info(path: CachePath) -> Answer:
 
 @answers(app, short_help="Check the checksum of every record.")
 def verify(path: CachePath) -> Answer:
-    """Read the whole cache and compare every record with its checksum.
-
-    A cache at a URL is verified in its local copy, which is downloaded unless it is there.
-    """
+    """Read the whole cache and compare every record with its checksum."""
     if _is_of_files(path):
         return _verify_files(path)
     cache = _cache_at(path)
@@ -320,14 +249,10 @@ def verify(path: CachePath) -> Answer:
     }
     if not damaged:
         return Answer(result, [f"{cache.path}: {cache.num_cached:,} records, none damaged"])
-    from fastload.cache.build import inventory
-
-    url = inventory.url_of_mirror(cache.path)
-    anew = "build it again" if url is None else f"open {url} again, which downloads it again"
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
     lines = [
         f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged, of samples {shown}",
-        f"remove it with {fastload_command('cache', 'rm', cache.path)}, and {anew}",
+        f"remove it with {fastload_command('cache', 'rm', cache.path)}, and build it again",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])
 
@@ -335,7 +260,7 @@ def verify(path: CachePath) -> Answer:
 def _is_of_files(path: str) -> bool:
     from fastload.cache.disk.disk_store import is_file_store
 
-    return not is_url(path) and is_file_store(path)
+    return is_file_store(path)
 
 
 def _verify_files(path: str) -> Answer:
@@ -357,7 +282,7 @@ def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
-            parser=path_or_url("DIRECTORY", instead="{command} shows the cache there"),
+            parser=cache_argument("DIRECTORY"),
             metavar="DIRECTORY",
             help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
@@ -386,21 +311,16 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
             )
         else:
             text = item.problem or _content(details)
-        if item.url is not None:
-            details, text = {**details, "url": item.url}, f"{text}, a copy of {item.url}"
         result.append({**details, "state": item.state, "nbytes": item.nbytes})
         rows.append([item.path, item.state, readable_size(item.nbytes), text])
     return table(rows) if rows else [f"no caches in {directory}"], result
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.lmdb.mirror import mirrors, mirrors_directory
     from fastload.cache.ram.file_store import live_stores
     from fastload.cache.ram.shared import live_caches
 
-    stores = live_stores()
-    live, local = live_caches(), mirrors()
-    nbytes, directory = sum(mirror.disk_bytes for mirror in local), mirrors_directory()
+    stores, live = live_stores(), live_caches()
     rows = [
         [
             "decoded files" if store["is_own"] else "decoded files of another container",
@@ -421,14 +341,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
         ]
         for cache in live
     ]
-    lines = table(rows) if rows else ["no caches in memory"]
-    if local:
-        lines.append(
-            f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: "
-            f"{fastload_command('cache', 'ls', directory)} lists them, `fastload cache prune` removes them"
-        )
-    copied = {"directory": directory, "number": len(local), "nbytes": nbytes}
-    return lines, {"memory": live, "files": stores, "copies": copied}
+    return table(rows) if rows else ["no caches in memory"], {"memory": live, "files": stores}
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -449,9 +362,9 @@ def rm(
     paths: Annotated[
         list[str],
         typer.Argument(
-            parser=path_or_url("PATH", instead="remove files there with your store's own tool"),
+            parser=cache_argument("PATH"),
             metavar="PATH",
-            help="Caches: files, or directories of shards.",
+            help="Caches.",
         ),
     ],
     yes: Yes = False,
@@ -510,40 +423,6 @@ def _files_of(path: str) -> list[str]:
         raise
 
 
-@answers(app, short_help="Remove unused local copies of caches at URLs.")
-def prune(
-    days: Annotated[
-        Any,  # float
-        typer.Option(
-            parser=number("--days"),
-            metavar="DAYS",
-            help="Keep the copies that a process has opened within this many days.",
-        ),
-    ] = "0",
-    yes: Yes = False,
-) -> Answer:
-    """Remove the local copies of caches at URLs that no process uses, and interrupted downloads.
-
-    They are downloaded again when they are needed. New copies replace the least recently used ones within the
-    limit of the environment variable FASTLOAD_CACHE_BYTES.
-    """
-    from fastload.cache.lmdb.mirror import mirrors, remove_mirrors
-
-    before_s = time.time() - 86400 * days
-    old = [mirror for mirror in mirrors() if mirror.used_s <= before_s]
-    if not old:
-        return Answer({"copies": []}, ["no local copies to remove"])
-    named = "1 local copy" if len(old) == 1 else f"{len(old)} local copies"
-    _confirm(named, sum(mirror.disk_bytes for mirror in old), yes=yes)
-    removed = remove_mirrors(before_s)
-    nbytes = sum(mirror.disk_bytes for mirror in removed)
-    lines = [f"removed {len(removed)} of {named}: {readable_size(nbytes)}"]
-    if len(removed) < len(old):
-        lines.append("the others are in use")
-    result = [{"path": mirror.path, "nbytes": mirror.disk_bytes} for mirror in removed]
-    return Answer({"copies": result}, lines)
-
-
 @answers(app, short_help="Keep decoded files in memory between runs.")
 def hold(
     limit_s: Annotated[
@@ -594,32 +473,22 @@ def _cache_at(path: str) -> LMDBCache:
         raise
 
 
-def _details(cache: LMDBCache | Manifest) -> dict[str, Any]:
-    """The `--json` output about a cache on disk or at a URL."""
-    from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
-
-    if isinstance(cache, Manifest):
-        plan = cache.plan
-        path, report = cache.url, f"{cache.url}/{REMOTE_REPORT_NAME}"
-        num_skipped, has_report = cache.num_left_out, cache.num_left_out > 0
-    else:
-        plan = cache.description
-        path, report = cache.path, f"{cache.path}.errors.jsonl"
-        num_skipped, has_report = cache.num_samples - cache.num_cached, os.path.exists(report)
+def _details(cache: LMDBCache) -> dict[str, Any]:
+    """The `--json` output about a cache on disk."""
+    report = f"{cache.path}.errors.jsonl"
     return {
-        "path": path,
-        **asdict(plan),
-        "num_cached": plan.num_samples - num_skipped,
-        "num_skipped": num_skipped,
-        "report": report if has_report else None,
+        "path": cache.path,
+        **asdict(cache.description),
+        "num_cached": cache.num_cached,
+        "num_skipped": cache.num_samples - cache.num_cached,
+        "report": report if os.path.exists(report) else None,
         "nbytes": cache.nbytes,
     }
 
 
 def _content(details: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its details."""
-    shards = "" if details["num_shards"] == 1 else f" in {details['num_shards']} shards"
-    size = f"{readable_size(details['nbytes'])}{shards}"
+    size = readable_size(details["nbytes"])
     return f"{details['num_cached']:,} of {details['num_samples']:,} samples, {size}"
 
 

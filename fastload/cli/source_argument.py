@@ -11,14 +11,12 @@ import inspect
 import operator
 import os
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.arguments import check_url, is_url
 from fastload.cli.terminal import CommandError, ExitCode
 from fastload.system.humanize import did_you_mean
 from fastload.system.notes import add_note
-from fastload.system.os_errors import why_unreadable
+from fastload.system.paths import is_url, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,9 +32,10 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     if is_folder(source):
         from fastload.images.folder import ImageFolder
 
-        if is_url(source):
-            check_url(source)
-        return ImageFolder(source, size=size)
+        try:
+            return ImageFolder(source, size=size)
+        except (ImportError, ValueError) as error:
+            raise CommandError(str(error)) from error
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
@@ -58,8 +57,6 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
 def is_folder(source: str) -> bool:
     """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    from fastload.files.file_systems import local_path
-
     return is_url(source) or os.path.isdir(local_path(source))
 
 
@@ -89,8 +86,6 @@ def setup_code(source: str, size: int | tuple[int, int] | None, transform: str |
     """The lines of Python that make the variables `dataset` and `transform`."""
     if is_folder(source):
         scaled = "" if size is None else f", size={size}"
-        from fastload.files.file_systems import local_path
-
         root = source if is_url(source) else os.path.abspath(local_path(source))
         lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
     else:
@@ -160,33 +155,3 @@ def _is_dataset(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return False  # probably a path
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
-
-
-@dataclass(frozen=True)
-class RemoteSource:
-    """Opens SOURCE on a different machine, in the working directory of the command; pickles as a handle.
-
-    Attributes:
-        source: The user's SOURCE.
-        size: The size of the images of a folder.
-        directory: The working directory of the command.
-    """
-
-    source: str
-    size: int | tuple[int, int] | None
-    directory: str
-
-    def __call__(self) -> Any:
-        """The dataset.
-
-        Raises:
-            CommandError: SOURCE names no dataset, or the working directory does not exist on this machine.
-        """
-        try:
-            os.chdir(self.directory)
-        except OSError as error:
-            raise CommandError(
-                f"the working directory of the command is not on this machine: {why_unreadable(error)}: run "
-                "the command in a directory that all machines share"
-            ) from error
-        return open_source(self.source, self.size)

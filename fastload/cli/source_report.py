@@ -11,7 +11,7 @@ import statistics
 from math import prod
 from typing import Any
 
-from fastload.batch.source import read_ahead
+from fastload.batch.source import expect
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
@@ -40,7 +40,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         raise UnsupportedSampleError("the source has no samples")
     source = encoded_source(dataset)
     chosen = spread_indices(num_samples, _MAX_SAMPLES)
-    read_ahead(source, chosen)
+    expect(source, chosen)
     sizes: dict[int, tuple[int, int]] = {}
     errors: list[Exception] = []
     for index in chosen:

@@ -13,26 +13,22 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import operator
 import os
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
-from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
-from fastload.files.read_ahead import ReadAhead
-from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_file
 from fastload.images.encoded import EncodedImage
+from fastload.images.listing import DIGEST_BYTES, list_folder
+from fastload.images.remote import RemoteFiles
 from fastload.system.checks import as_path
-from fastload.system.logs import log
+from fastload.system.paths import is_url, local_path
 from fastload.system.torchvision_arrays import reject_arrays
 
 if TYPE_CHECKING:
@@ -53,9 +49,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     makes of it, and an int. To cache decoded images, pass the transform to `fastload.CachedDataset` instead.
 
     A remote folder is read through fsspec (needs the extra `remote`, and the package of the protocol, such as
-    s3fs). Files are read whole, up to 64 concurrently in each process: fastload's loader announces the next
-    batches of each worker to `read_ahead`, and torch's loader reads the files of one batch together.
-    Transient errors are retried.
+    s3fs). Loaders fetch the files of a batch in one call, at most 256 MiB at once.
 
     Args:
         root: The folder with one folder per class: a path, or an fsspec URL such as ``s3://bucket/train``.
@@ -68,11 +62,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
         storage_options: For a URL: arguments of fsspec's file system, such as credentials.
-        filesystem: For a URL: a file system with fsspec's interface to use instead of fsspec's own. Each
-            process makes its own from the same arguments.
-        listing: For a URL: ``"use"`` reads the list of files saved in the folder, or lists the folder if
-            there is none; ``"save"`` lists it and saves the list there, for folders that do not change;
-            ``"ignore"`` lists it.
 
     Attributes:
         root: As given.
@@ -87,9 +76,9 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
         ImportError: if a package for the URL's protocol is missing.
         RemoteFolderError: if a remote folder cannot be listed.
-        TypeError: if ``transform``, ``size``, ``extensions`` or ``filesystem`` is of a different type.
-        ValueError: if ``size`` is not positive, ``listing`` is invalid, or an option for URLs comes with a
-            path.
+        TypeError: if ``transform``, ``size`` or ``extensions`` is of a different type.
+        ValueError: if ``size`` is not positive, ``storage_options`` comes with a path, or fsspec has no such
+            protocol.
     """
 
     def __init__(
@@ -102,21 +91,13 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         extensions: Iterable[str] = IMAGE_EXTENSIONS,
         allow_empty: bool = False,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any | None = None,
-        listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
         if transform is not None and not callable(transform):
             raise TypeError(
                 f"transform should be a function of an image, but got {transform!r}; size= is a keyword"
             )
-        if storage_options is not None and filesystem is not None:
-            raise ValueError("pass either storage_options= or filesystem=, which already has its options")
-        if filesystem is not None and not hasattr(filesystem, "storage_options"):
-            raise TypeError(f"filesystem should be an fsspec file system, but got {filesystem!r}")
         if isinstance(extensions, str) or not hasattr(extensions, "__iter__"):
             raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
-        if listing not in ("use", "save", "ignore"):
-            raise ValueError(f'listing should be "use", "save" or "ignore", but got {listing!r}')
         self.root = os.path.expanduser(as_path("root", root))
         self.transform = transform
         self.size = check_size(size)
@@ -124,18 +105,14 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             raise ValueError(f"size={size!r} resizes decoded images: omit it, or decode=False")
         self.decode = decode
         self.extensions = tuple(extension.lower() for extension in extensions)
-        self._remote = RemoteFolder(self.root, storage_options, filesystem) if is_url(self.root) else None
-        self._ahead: dict[int, ReadAhead] = {}  # by process; threads that begin together agree on one
+        self._remote = RemoteFiles(self.root, storage_options) if is_url(self.root) else None
         if self._remote is None:
-            if storage_options is not None or filesystem is not None or listing != "use":
-                raise ValueError(
-                    "storage_options=, filesystem= and listing= are for URLs, but root is the path "
-                    f"{self.root!r}"
-                )
+            if storage_options is not None:
+                raise ValueError(f"storage_options= is for URLs, but root is the path {self.root!r}")
             self._root = local_path(self.root)
             files = list_folder(self._root, self.extensions)
         else:
-            files = _list_remote(self._remote, self.extensions, listing)
+            files = self._remote.listing(self.extensions)
         self.classes = files.classes
         if not self.classes:
             raise FileNotFoundError(
@@ -173,7 +150,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         """
         number = _resolve(index, len(self))
         path, label = self._sample(number)
-        content = None if self._remote is None else self._content(number)
+        content = self._content(number)
         if self.decode:
             image = decode(path if content is None else content, path, self.size)
         else:
@@ -186,28 +163,22 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return None if self._remote is None else self._read_batch
 
     def _read_batch(self, indices: list[int]) -> list[Any]:
-        self.read_ahead(indices)
-        try:
-            return [self[index] for index in indices]  # through the `__getitem__` of a subclass
-        except BaseException:
-            self._reader().forget(_resolved(indices, len(self)))  # the files after an error are not taken
-            raise
-
-    def read_ahead(self, indices: Iterable[int]) -> None:
-        """Begin to read the files of these samples in the background, in this order; never blocks.
-
-        fastload's loader calls this for the next batches. A dataset that wraps an ImageFolder can have a
-        method of this name that calls it. It does nothing unless the folder is remote, and ignores invalid
-        indices. Files of samples that are never read are dropped when their memory is needed: a process keeps
-        at most 256 MiB of undecoded files.
-        """
-        if self._remote is not None:
-            self._reader().announce(_resolved(indices, len(self)))
+        self._expect_remote(indices)
+        return [self[index] for index in indices]  # through the `__getitem__` of a subclass
 
     @property
-    def _reads_ahead(self) -> bool:
-        """Whether `read_ahead` has an effect: whether the folder is remote."""
-        return self._remote is not None
+    def _expect(self) -> Callable[[Sequence[Any]], None] | None:
+        """See `batch.source`; None unless the folder is remote."""
+        return None if self._remote is None else self._expect_remote
+
+    def _expect_remote(self, indices: Sequence[Any]) -> None:
+        remote, nbytes, length = self._remote, self._nbytes, len(self)
+        if remote is None or nbytes is None:
+            raise AssertionError("only files at URLs are announced")
+        # Reading any other index raises its error.
+        valid = (index for index in indices if hasattr(index, "__index__") and -length <= index < length)
+        numbers = (_resolve(index, length) for index in valid)
+        remote.expect({self._name(number): int(nbytes[number]) for number in numbers})
 
     @property
     def _has_encoded(self) -> bool:
@@ -218,7 +189,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         """The sample with its image undecoded; no local file is opened."""
         number = _resolve(index, len(self))
         path, label = self._sample(number)
-        return EncodedImage(path, None if self._remote is None else self._content(number)), label
+        return EncodedImage(path, self._content(number)), label
 
     @property
     def samples(self) -> SequenceView[tuple[str, int]]:
@@ -250,7 +221,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             chosen = [numbers[path] for path, _ in pairs]
             paths = [self._relative_path(number) for number in chosen]
             self._nbytes = None if self._nbytes is None else self._nbytes[chosen]
-            self._close_reader()
         self._paths = b"".join(paths)
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
         self._labels = np.array([label for _, label in pairs], np.int64)
@@ -313,35 +283,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             digest.update(b"\0%s\0%d %d" % (name, stat.st_size, stat.st_mtime_ns))
         return digest.hexdigest()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": {}}
-
-    def _reader(self) -> ReadAhead:
-        """Reads the remote files of this process; a forked process has none of its parent's threads."""
-        reader = self._ahead.get(os.getpid())
-        if reader is None:
-            remote, paths, path_ends, nbytes = self._remote, self._paths, self._path_ends, self._nbytes
-            if remote is None or nbytes is None:
-                raise AssertionError("only a remote folder is read ahead")
-
-            def read(number: int) -> bytes:  # the threads must not keep this folder alive
-                return remote.read(os.fsdecode(_path_at(paths, path_ends, number)), int(nbytes[number]))
-
-            new = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
-            weakref.finalize(self, new.close).atexit = False
-            reader = self._ahead.setdefault(os.getpid(), new)
-        return reader
-
-    def _close_reader(self) -> None:
-        """The files have other numbers from now on."""
-        reader = self._ahead.pop(os.getpid(), None)
-        if reader is not None:
-            reader.close()
-
-    def _content(self, number: int) -> bytes:
-        """The content of a remote file."""
-        return self._reader().take(number)
-
     def __repr__(self) -> str:
         size = "" if self.size is None else f", size={self.size}"
         counts = f"{len(self):,} images in {len(self.classes):,} classes"
@@ -349,8 +290,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def _sample(self, index: int) -> tuple[str, int]:
         number = _resolve(index, len(self))
-        name = os.fsdecode(self._relative_path(number))
-        remote = self._remote
+        name, remote = self._name(number), self._remote
         return os.path.join(self._root, name) if remote is None else remote.path(name), self._label(number)
 
     def _label(self, index: int) -> int:
@@ -365,12 +305,15 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return np.repeat(np.arange(len(counts)), counts) if self._labels is None else self._labels.copy()
 
     def _relative_path(self, number: int) -> bytes:
-        return _path_at(self._paths, self._path_ends, number)
+        start = self._path_ends[number - 1] if number else 0
+        return self._paths[start : self._path_ends[number]]
 
+    def _content(self, number: int) -> bytes | None:
+        """The content of a file at a URL; None of one on this machine."""
+        return None if self._remote is None else self._remote.read(self._name(number))
 
-def _path_at(paths: bytes, path_ends: npt.NDArray[np.int64], number: int) -> bytes:
-    start = path_ends[number - 1] if number else 0
-    return paths[start : path_ends[number]]
+    def _name(self, number: int) -> str:
+        return os.fsdecode(self._relative_path(number))
 
 
 class SequenceView(Sequence[T]):
@@ -429,25 +372,6 @@ def _resolve(index: int, length: int) -> int:
     if not -length <= number < length:
         raise IndexError(f"sample {number} is out of range: the dataset has {length} samples")
     return number % length
-
-
-def _resolved(indices: Iterable[Any], length: int) -> Iterator[int]:
-    """The numbers of the existing samples; reading any other raises its error later."""
-    for index in indices:
-        with contextlib.suppress(IndexError, TypeError):
-            yield _resolve(index, length)
-
-
-def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str) -> Listing:
-    saved = remote.saved_list() if listing == "use" else None
-    if saved is not None:
-        when, classes, files = saved
-        log.info("%s: %d files, from the list saved there on %s", remote.url, len(files), when)
-    else:
-        classes, files = remote.list_files()
-        if listing == "save":
-            remote.save_list(classes, files)
-    return arrange(classes, files, extensions)
 
 
 def _transformed(transform: Callable[..., Any], image: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 from PIL import Image
 from torch.utils.data import Dataset
 
-from fastload.files.listing import files_below
 from fastload.images.folder import IMAGE_EXTENSIONS
+from fastload.images.listing import files_below
 
 
 class OpenedImages(Dataset[Any]):

@@ -1,9 +1,5 @@
 """fastload in programs written for torch's loader.
 
 Read `patch` first (what happens to torch's class), then `replaced` (the loader that it builds), and
-`bootstrap` (how child processes do the same). `ray` builds caches on a cluster.
+`bootstrap` (how child processes do the same).
 """
-
-
-def __dir__() -> list[str]:
-    return ["ray"]

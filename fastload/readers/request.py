@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from fastload.files.file_systems import is_url, local_path
 from fastload.system.budget import check_memory
+from fastload.system.paths import cache_path
 
 CACHE_VARIABLE = "FASTLOAD_CACHE"
 FUSE_VARIABLE = "FASTLOAD_FUSE"
@@ -31,11 +31,7 @@ def check_cache(cache: Any) -> str | None:
         return None
     kind, colon, place = cache.partition(":") if isinstance(cache, str) else ("", "", "")
     if kind == DISK[:-1] and place:
-        if is_url(place):
-            raise ValueError(
-                f"cache={cache!r}: decoded files are remembered on disk, not at a URL: pass a path"
-            )
-        return DISK + os.path.abspath(os.path.expanduser(local_path(place)))
+        return DISK + cache_path(place, "cache")
     if kind != "ram" or bool(colon) != bool(place):
         raise ValueError(
             f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}: a loader remembers '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ except ImportError:  # Windows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_OPEN_FILES = Path("/proc/self/fd")
 
 
 # --- the kernel's counters and cgroups --------------------------------------------------------------------
@@ -88,11 +85,3 @@ def limit_on_files() -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     maximum = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
     return f"RLIMIT_NOFILE is {soft:,} and can be raised {maximum} (ulimit -n)"
-
-
-def allows_files(number: int) -> bool:
-    """Whether this process can open this many more files; True if unknown."""
-    if resource is None or not _OPEN_FILES.is_dir():
-        return True
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return bool(soft == resource.RLIM_INFINITY or len(os.listdir(_OPEN_FILES)) + number <= soft)

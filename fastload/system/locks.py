@@ -95,15 +95,13 @@ def flocked(
 
 
 @contextlib.contextmanager
-def lock_file(name: str, *, waits: bool = False) -> Iterator[bool]:
+def lock_file(name: str) -> Iterator[bool]:
     """Hold the exclusive lock on a lock file, which is created now and removed at the end.
 
-    The file holds this process's id. Yields whether the lock is held; with `waits` it always is. Forked
-    children do not hold it.
+    The file holds this process's id. Yields whether the lock is held. Forked children do not hold it.
 
     Args:
         name: The path of the lock file.
-        waits: Wait for a different holder.
 
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
@@ -115,7 +113,7 @@ def lock_file(name: str, *, waits: bool = False) -> Iterator[bool]:
         _lock_fds.add(fd)
         try:
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 has_lock = True
             if not has_lock:
                 yield False

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from fastload.system.worker_memory import keep_freed_memory
 from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
@@ -149,21 +148,17 @@ class BatchMaker:
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
 
-    def make(self, index: Any, key: BatchKey | None, later: Iterable[Any] = ()) -> BatchReply:
+    def make(self, index: Any, key: BatchKey | None) -> BatchReply:
         """Make the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
             key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
-            later: The indices of later batches; consumed if the dataset reads ahead.
         """
         spec, fetcher = self._spec, self._fetcher
         if spec is None or fetcher is None:
             return BatchReply(ReplyKind.ERROR, self._error, counters=self._take_counters())
         try:
-            if fetcher.reads_ahead:
-                for ahead in itertools.chain([index], later):
-                    fetcher.announce(ahead)
             batch = fetcher.fetch(index, key)
             payload = batch if self._to_payload is None else self._to_payload(batch)
             reply = BatchReply(ReplyKind.BATCH, payload)

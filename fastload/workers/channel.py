@@ -35,7 +35,6 @@ _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, numb
 _INT_BYTES = array.array("i").itemsize
 # As integers, because each operation on socket's flags takes a microsecond. They are not on all platforms.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-_DO_NOT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 
 
 class Received:
@@ -143,20 +142,16 @@ class Channel:
             self._outbox.popleft()
         return True
 
-    def receive(self, *, waits: bool = True) -> Received | None:
+    def receive(self) -> Received | None:
         """The next message; the caller closes it before requesting the next one.
 
         Returns None if no message has arrived and this end does not block, or if the other end has gone.
-
-        Args:
-            waits: Whether a blocking end waits for a message.
         """
-        flags = _CLOSE_ON_EXEC if waits else _CLOSE_ON_EXEC | _DO_NOT_WAIT
         # A message has at most two descriptors: of its segment, and the caller's.
         ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
         for _ in range(2):
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, ancillary_bytes, flags)
+                data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, ancillary_bytes, _CLOSE_ON_EXEC)
             except BlockingIOError:
                 return None
             except ConnectionResetError:

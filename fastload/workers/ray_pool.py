@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.packing import unpack
-from fastload.batch.source import reads_ahead
 from fastload.errors import (
     BatchLostError,
     LoaderClosedError,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 _REACH_S = 5.0  # for a cluster to accept a connection
 _START_LIMIT_S = 30.0  # for an actor whose machine has what it asks for
 _CAUSE_CHARACTERS = 700  # of Ray's own text about the end of an actor
-_AHEAD = "ahead"  # the concurrency group in which indices arrive while a batch is made
 
 _START = (
     "start one with 'ray start --head' and set RAY_ADDRESS=auto, or pass "
@@ -180,7 +178,6 @@ class RayPool(SlotPool[_ActorHandle]):
         self._all_started = False
         self._local: set[Any] = set()  # references of replies that are on this machine
         self._spec_reference: Any = None  # of the spec in the object store
-        self._reads_ahead = reads_ahead(spec.dataset)
         options = settings.worker_type.options if isinstance(settings.worker_type, RayWorkers) else {}
         self._ray = connect(options)
         self._class = self._class_with(options)
@@ -201,9 +198,8 @@ class RayPool(SlotPool[_ActorHandle]):
             given.setdefault("scheduling_strategy", "SPREAD")
         given = {"num_cpus": 1, **given, "max_restarts": 0, "max_task_retries": 0}
         self._demand = {"CPU": given["num_cpus"] or 0, **(given.get("resources") or {})}
-        groups = {_AHEAD: 1} if self._reads_ahead else None
         try:
-            return self._ray.remote(concurrency_groups=groups)(RayWorker).options(**given)
+            return self._ray.remote(RayWorker).options(**given)
         except (ValueError, TypeError) as error:
             raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
 
@@ -247,8 +243,6 @@ class RayPool(SlotPool[_ActorHandle]):
 
     def _send(self, worker: _ActorHandle, pending: PendingBatch) -> None:
         try:
-            if self._reads_ahead and worker.sent:
-                worker.actor.announce.options(concurrency_group=_AHEAD).remote(pending.index)
             reference = worker.actor.make.remote(pending.index, pending.key)
         except Exception as error:
             self._note_unsent(error, pending, worker)

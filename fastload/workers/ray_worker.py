@@ -5,12 +5,10 @@ All code here runs in the actor. Importing this file does not import Ray.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import socket
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,8 +23,6 @@ from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import ReplyKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
     from fastload.rng.keys import BatchKey
@@ -92,7 +88,6 @@ class RayWorker:
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
         self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)
-        self._announced: deque[Any] = deque()  # indices of later batches
         load = functools.partial(load_spec, references, expected_release)
         self._maker = BatchMaker(worker_id, load, self._buffers, self._pack)
         self._maker.begin()
@@ -109,26 +104,17 @@ class RayWorker:
         self._maker.begin_epoch(epoch, dataset_state)
         self._since_ns = time.perf_counter_ns()
 
-    def announce(self, index: Any) -> None:
-        """Note the index of a later batch."""
-        self._announced.append(index)
-
     def make(self, index: Any, key: BatchKey | None) -> tuple[tuple[Any, ...], Any]:
         """The reply to a request as built-in types, and the bytes of its batch; None without any."""
         self._maker.waited(self._since_ns)
         self._buffers.begin()
-        reply = self._maker.make(index, key, self._later())
+        reply = self._maker.make(index, key)
         data = None
         if reply.kind is ReplyKind.BATCH and reply.payload.used_bytes:
             data = np.frombuffer(self._buffers.lease, np.uint8, reply.payload.used_bytes)
         self._buffers.end()
         self._since_ns = time.perf_counter_ns()
         return reply.to_plain(), data
-
-    def _later(self) -> Iterator[Any]:
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._announced.popleft()
 
     def _pack(self, batch: Any) -> Packed:
         return pack(batch, self._buffers, self._packer)

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from fastload.augmentation.libraries import check_takes_batches
 from fastload.batch.failures import check_max_errors
-from fastload.batch.source import reads_ahead
+from fastload.batch.source import expects
 from fastload.device.devices import check_device
 from fastload.readers.request import check_cache
 from fastload.rng.sample_rng import check_dataset
@@ -128,8 +128,8 @@ class Options:
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
         if self.seeding == "sample":
-            # The samples of a dataset that reads ahead are fetched one by one.
-            check_dataset(dataset, auto_collation=has_auto_collation(loader) and not reads_ahead(dataset))
+            # Of a dataset that is told what comes, samples are read one by one.
+            check_dataset(dataset, auto_collation=has_auto_collation(loader) and not expects(dataset))
         pool_type, shown = pool_type_of(self.worker_type), shown_worker_type(self.worker_type)
         if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
             raise ValueError(f"multiprocessing_context is for worker processes, but {shown}: omit one")

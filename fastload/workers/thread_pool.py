@@ -33,8 +33,6 @@ from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
 from fastload.workers.pool import GRACE_S, WorkerPool, asked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastload.batch.dataset_state import DatasetState
     from fastload.device.devices import Backend
     from fastload.workers.pool import PoolSettings
@@ -82,8 +80,7 @@ class ThreadPool(WorkerPool):
         """Request a batch from its worker."""
         self.expect_open()
         worker = self._workers[pending.worker]
-        with worker.sent_lock:
-            worker.sent.append(pending)
+        worker.sent.append(pending)
         worker.requests.put(pending)
 
     def finish(self, worker_id: int) -> None:
@@ -100,8 +97,7 @@ class ThreadPool(WorkerPool):
         self.expect_open()
         for worker in asked(self._workers, worker_id):
             if worker.oldest is not None and worker.oldest.reply is not None:
-                with worker.sent_lock:
-                    return worker.sent.popleft()
+                return worker.sent.popleft()
         return None
 
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
@@ -146,7 +142,6 @@ class _WorkerThread:
         self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
         self.wakeup = wakeup  # the consumer, which looks into its requests for replies
         self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
-        self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()
         # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
@@ -158,10 +153,9 @@ class _WorkerThread:
 
     def drop_requests(self) -> None:
         """Drop the requests without a reply: no caller waits for them."""
-        with self.sent_lock:
-            for pending in self.sent:
-                pending.is_stale = True
-            self.sent.clear()
+        for pending in self.sent:
+            pending.is_stale = True
+        self.sent.clear()
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # of this thread
@@ -183,21 +177,13 @@ class _WorkerThread:
 
     def _reply(self, pending: PendingBatch) -> None:
         self._buffers.begin()
-        reply = self._maker.make(pending.index, pending.key, self._later(pending))
+        reply = self._maker.make(pending.index, pending.key)
         self._buffers.end()
         if reply.kind is ReplyKind.BATCH and not reply.nbytes:
             reply.nbytes = nbytes_of(reply.payload)
         self._count(reply.counters)
         pending.reply = reply  # last, because the consumer checks it
         self.wakeup.wake()
-
-    def _later(self, pending: PendingBatch) -> Iterator[Any]:
-        """The indices of later batches."""
-        with self.sent_lock:
-            sent = list(self.sent)
-        for later in sent:
-            if later.number > pending.number:
-                yield later.index
 
 
 # --- copies of what is random ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ Rules:
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import LOST
@@ -34,9 +33,7 @@ from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, Fetch
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
 
-    from fastload.workers.channel import Received
     from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec
 
 
@@ -84,8 +81,6 @@ class _Worker:
 
     def __init__(self, worker_id: int, spec: WorkerSpec | PickledWorkerSpec, channel: Channel) -> None:
         self._channel = channel
-        # Messages that have arrived, with their numbers.
-        self._messages: deque[tuple[int, BeginEpoch | FetchRequest]] = deque()
         self._slots: dict[int, Memory] = {}
         self._allocator = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
@@ -111,35 +106,22 @@ class _Worker:
                 self._maker.begin_epoch(message.epoch, message.dataset_state)
 
     def _next_message(self) -> tuple[int, BeginEpoch | FetchRequest] | None:
-        if not self._messages:
-            since_ns = time.perf_counter_ns()
-            received = self._channel.receive()
-            self._maker.waited(since_ns)
-            if received is None:
-                return None
-            self._read(received)
-        return self._messages.popleft()
-
-    def _read(self, received: Received) -> BeginEpoch | FetchRequest:
-        """Note and return a message; an error of it ends this process, with a traceback on stderr."""
+        """The next message and its number; an error of it ends this process, with a traceback on stderr."""
+        since_ns = time.perf_counter_ns()
+        received = self._channel.receive()
+        self._maker.waited(since_ns)
+        if received is None:
+            return None
         if received.is_cut:
             raise OSError(f"a message did not arrive in the worker: {too_many_files()}")
         loaded = received.load()
         message = loaded if isinstance(loaded, BeginEpoch) else FetchRequest(*loaded)
         received.close()
-        self._messages.append((received.number, message))
-        return message
-
-    def _later(self) -> Iterator[Any]:
-        """The indices of batches whose messages have arrived since the last call."""
-        while (received := self._channel.receive(waits=False)) is not None:
-            message = self._read(received)
-            if isinstance(message, FetchRequest):
-                yield message.index
+        return received.number, message
 
     def _reply(self, number: int, message: FetchRequest) -> None:
         self._take_memory(message)
-        reply = self._maker.make(message.index, message.key, self._later())
+        reply = self._maker.make(message.index, message.key)
         segment, self._new_segment = self._new_segment, None
         memory = self._allocator.memory if reply.kind is ReplyKind.BATCH else None
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)

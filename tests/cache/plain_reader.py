@@ -13,28 +13,24 @@ STORED_AS = {"bfloat16": "<i2", "complex32": "<i4"}  # tensors of dtypes that Nu
 
 def read_samples(path):
     """Each index and sample of a cache of samples."""
-    path = Path(path)
-    for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
-        data = file.read_bytes()
-        text_crc, text_bytes, magic = struct.unpack("<IQ8s", data[-20:])
-        end = len(data) - 20 - text_bytes
-        fields = json.loads(data[end:-20]) if zlib.crc32(data[end:-20]) == text_crc else {}
-        if magic != b"FLlmdb1\0" or fields.get("version") != 4:
-            raise ValueError(f"{file} is damaged, or of another format")
-        plan, shard = fields["plan"], fields["shard"]
-        first, stop = (n * plan["num_samples"] // plan["num_shards"] for n in (shard, shard + 1))
-        rows = stop - first
-        table = data[end - 16 * rows : end]
-        if zlib.crc32(table) != fields["table_crc32"]:
-            raise ValueError(f"{file} is damaged")
-        starts = np.frombuffer(table, "<i8", rows).tolist()
-        sizes, crcs = np.frombuffer(table, "<u4", 2 * rows, 8 * rows).reshape(2, rows).tolist()
-        for row in range(rows):
-            record = data[starts[row] : starts[row] + sizes[row]]
-            if zlib.crc32(record) != crcs[row]:
-                raise ValueError(f"{file}: sample {first + row} is damaged")
-            if record:  # else it was left out
-                yield first + row, read_record(record)
+    data = Path(path).read_bytes()
+    text_crc, text_bytes, magic = struct.unpack("<IQ8s", data[-20:])
+    end = len(data) - 20 - text_bytes
+    fields = json.loads(data[end:-20]) if zlib.crc32(data[end:-20]) == text_crc else {}
+    if magic != b"FLlmdb1\0" or fields.get("version") != 4:
+        raise ValueError(f"{path} is damaged, or of another format")
+    rows = fields["plan"]["num_samples"]
+    table = data[end - 16 * rows : end]
+    if zlib.crc32(table) != fields["table_crc32"]:
+        raise ValueError(f"{path} is damaged")
+    starts = np.frombuffer(table, "<i8", rows).tolist()
+    sizes, crcs = np.frombuffer(table, "<u4", 2 * rows, 8 * rows).reshape(2, rows).tolist()
+    for index in range(rows):
+        record = data[starts[index] : starts[index] + sizes[index]]
+        if zlib.crc32(record) != crcs[index]:
+            raise ValueError(f"{path}: sample {index} is damaged")
+        if record:  # else it was left out
+            yield index, read_record(record)
 
 
 def read_record(record):

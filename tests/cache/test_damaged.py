@@ -153,7 +153,7 @@ def test_a_cache_on_disk_is_built_and_opened_whichever_sample_is_damaged(
     """By either way to build, and again from the dataset and from the file alone."""
     source = BrokenImages(bad=bad, version=version)
     CachedDataset.build(source, tmp_path / "a", num_workers=0, progress=False, **SKIP).close()
-    build_lmdb(source, tmp_path / "b", num_workers=0, shards=2, **SKIP).close()
+    build_lmdb(source, tmp_path / "b", num_workers=0, **SKIP).close()
     for name in "ab":
         assert build_lmdb(source, tmp_path / name, **SKIP).num_cached == 20 - len(bad)
         ds = CachedDataset(source, cache=f"lmdb:{tmp_path / name}")
@@ -175,39 +175,17 @@ def test_a_finished_cache_opens_if_its_samples_are_damaged_now(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_a_build_continues_when_sample_0_was_repaired(tmp_path: Path) -> None:
-    """The first build could not know its structure; other samples' structure is not compared with nothing."""
-    with pytest.raises(KeyboardInterrupt):
-        build_lmdb(BrokenImages(bad=[0], stop=15), tmp_path / "a", num_workers=0, shards=4, **SKIP)
-    cache = build_lmdb(BrokenImages(), tmp_path / "a", num_workers=0, **SKIP)
-    assert cache.num_cached == 19
-    assert cache.verify() == []
-
-
-@pytest.mark.usefixtures("needs_lmdb")
 @pytest.mark.parametrize(
     "dataset", [Made(none_at_first), Subset(Made(none_at_first), range(5))], ids=["all", "subset"]
 )
 def test_a_cache_whose_first_sample_is_none_opens_again(dataset: Any, tmp_path: Path) -> None:
     """None is a sample, and not one that was not read."""
-    for shards in (1, 2):
-        path = tmp_path / f"{shards}"
-        build_lmdb(dataset, path, num_workers=0, shards=shards).close()
-        assert build_lmdb(dataset, path).num_cached == len(dataset)
-        ds = CachedDataset(dataset, cache=f"lmdb:{path}")
-        assert ds[0] is None
-        assert_same_samples(ds[4], none_at_first(4))
-
-
-@pytest.mark.usefixtures("needs_lmdb")
-def test_the_number_of_shards_does_not_depend_on_the_first_sample(tmp_path: Path, monkeypatch: Any) -> None:
-    """A build whose sample 0 is damaged estimates its size from another one."""
-    monkeypatch.setattr("fastload.cache.build.plan.SHARD_BYTES", 5000)
-    numbers = [
-        build_lmdb(BrokenImages(bad=bad), tmp_path / str(bad), num_workers=0, **SKIP).description.num_shards
-        for bad in ([], [0])
-    ]
-    assert numbers[0] == numbers[1] > 1
+    path = tmp_path / "cache"
+    build_lmdb(dataset, path, num_workers=0).close()
+    assert build_lmdb(dataset, path).num_cached == len(dataset)
+    ds = CachedDataset(dataset, cache=f"lmdb:{path}")
+    assert ds[0] is None
+    assert_same_samples(ds[4], none_at_first(4))
 
 
 class RandomAtSeven(Images):

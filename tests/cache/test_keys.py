@@ -10,9 +10,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 import fastload
-from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.random_check import reject_random
-from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import CacheMismatchError, NondeterministicDatasetError
 
 if TYPE_CHECKING:
@@ -22,17 +20,15 @@ pytest.importorskip("lmdb")
 
 
 class Keyed:
-    """Samples of a class without a fingerprint; ``stops`` ends a build."""
+    """Samples of a class without a fingerprint."""
 
-    def __init__(self, offset: int = 0, *, stops: bool = False, side: int = 4) -> None:
-        self.offset, self.stops, self.side = offset, stops, side
+    def __init__(self, offset: int = 0, *, side: int = 4) -> None:
+        self.offset, self.side = offset, side
 
     def __len__(self) -> int:
         return 6
 
     def __getitem__(self, index: int) -> Any:
-        if self.stops and index == 5:
-            raise KeyboardInterrupt
         return np.full((self.side, self.side, 3), index + self.offset, np.uint8)
 
 
@@ -91,23 +87,6 @@ def test_a_key_is_compared_if_the_source_has_gone(tmp_path: Path) -> None:
         fastload.CachedDataset(Gone(), cache=f"lmdb:{path}", cache_key="v2")
 
 
-def test_an_unfinished_build_is_continued_under_its_own_key_alone(tmp_path: Path) -> None:
-    """Under another key the error names both; under the same one the build is completed."""
-    path = str(tmp_path / "values.lmdb")
-
-    def build(dataset: Keyed, key: str) -> int:
-        fingerprint = fingerprint_of(dataset, key=key)
-        return build_lmdb(
-            dataset, path, shards=3, num_workers=0, progress=False, fingerprint=fingerprint
-        ).num_cached
-
-    with pytest.raises(KeyboardInterrupt):
-        build(Keyed(stops=True), "v1")
-    with pytest.raises(CacheMismatchError, match='cache_key is "v2" here and "v1" there'):
-        build(Keyed(), "v2")
-    assert build(Keyed(), "v1") == 6
-
-
 def test_a_folder_s_own_fingerprint_needs_no_key_on_both_sides(tmp_path: Path) -> None:
     """A file of an ImageFolder that was built without a key opens with one, and the other way round."""
     (tmp_path / "photos" / "a").mkdir(parents=True)
@@ -122,13 +101,11 @@ def test_a_folder_s_own_fingerprint_needs_no_key_on_both_sides(tmp_path: Path) -
 class Crops(fastload.ImageFolder):
     """A subclass with an attribute that the inherited fingerprint does not cover."""
 
-    def __init__(self, root: Any, margin: int, *, stops: bool = False) -> None:
+    def __init__(self, root: Any, margin: int) -> None:
         super().__init__(root)
-        self.margin, self.stops = margin, stops
+        self.margin = margin
 
     def __getitem__(self, index: int) -> Any:
-        if self.stops and index == 3:
-            raise KeyboardInterrupt
         image, label = super().__getitem__(index)
         return image[: self.margin, : self.margin], label
 
@@ -144,21 +121,12 @@ def folder(tmp_path: Path) -> Path:
 def test_a_subclass_does_not_get_the_samples_of_another_by_an_inherited_fingerprint(
     folder: Path, tmp_path: Path
 ) -> None:
-    """Neither from a finished file nor by continuing a build; also inside torch's Subset."""
+    """Also inside torch's Subset."""
     for number, wrap in enumerate([lambda dataset: dataset, lambda dataset: Subset(dataset, range(4))]):
         path = str(tmp_path / f"{number}.lmdb")
         fastload.CachedDataset(wrap(Crops(folder, 2)), cache=f"lmdb:{path}").cache.close()
         with pytest.raises(CacheMismatchError, match="structure of sample 0"):
             fastload.CachedDataset(wrap(Crops(folder, 4)), cache=f"lmdb:{path}")
-
-    def build(dataset: Crops) -> None:
-        fingerprint, path = fingerprint_of(dataset), str(tmp_path / "unfinished.lmdb")
-        build_lmdb(dataset, path, shards=4, num_workers=0, progress=False, fingerprint=fingerprint)
-
-    with pytest.raises(KeyboardInterrupt):
-        build(Crops(folder, 2, stops=True))
-    with pytest.raises(CacheMismatchError, match="structure of sample 0"):
-        build(Crops(folder, 4))
 
 
 def test_a_fingerprint_that_covers_all_code_needs_no_sample(folder: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import resource
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -20,15 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram.arena import TABLE_AT
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheError, SharedMemoryError
+from fastload.errors import SharedMemoryError
 from fastload.system.logs import say_once
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -181,25 +177,3 @@ def test_without_locks_samples_of_several_sizes_are_not_cached(monkeypatch: Any,
     assert shared.cache.missing().tolist() == odd
     assert isinstance(uncached.cache, NoCache)
     assert ["Function not implemented" in text for text in caplog.messages] == [True]
-
-
-def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:
-    with ThreadPoolExecutor(1) as executor:
-        return build_on(executor, lambda: dataset, path, num_cpus=1, shards=shards)
-
-
-@pytest.mark.parametrize("build", [build_lmdb, built_by_tasks])
-def test_shards_beyond_the_limit_of_descriptors(build: Any, tmp_path: Any) -> None:
-    """They would end a long build in its last step: an error at its beginning."""
-    path, dataset = tmp_path / "cache", Images(40)
-    used = len(os.listdir("/proc/self/fd"))
-    expected = rf"40 shards.* 80 open files.*RLIMIT_NOFILE is {used + 60} .*ulimit -n"
-    with limited(resource.RLIMIT_NOFILE, used + 60):
-        with pytest.raises(CacheError, match=f"{expected}.* fewer shards"):
-            build(dataset, path, shards=40)
-        assert not list(tmp_path.iterdir())
-        assert sum(map(bool, dataset.reads)) <= 3  # those that show whether the dataset is random
-
-    build_lmdb(dataset, path, shards=40, num_workers=0).close()
-    with limited(resource.RLIMIT_NOFILE, used + 60), pytest.raises((OSError, CacheError), match=expected):
-        LMDBCache(path)

@@ -27,7 +27,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.contract import CacheContract, SharedContract
+from tests.cache.contract import CacheContract
 from tests.cache.zoo import Everything, Images, Made, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples
 
@@ -43,13 +43,6 @@ class TestOneFile(CacheContract):
         return build_lmdb(dataset, tmp_path / "cache", num_workers=0)
 
 
-class TestShards(SharedContract):
-    """The contract, in a directory of files."""
-
-    def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
-        return build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=5)
-
-
 def foreign(path: Path) -> None:
     """An LMDB file that another program made."""
     environment = lmdb.open(str(path), subdir=False, lock=False)
@@ -61,7 +54,7 @@ NO_CACHES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing": (lambda path: None, FileNotFoundError, "there is no cache at .*cache"),
     "link to nothing": (lambda path: path.symlink_to("x"), FileNotFoundError, "there is no cache at .*cache"),
     "pipe": (os.mkfifo, CacheMismatchError, "cache is not a file"),  # it is not waited for
-    "directory": (os.mkdir, CacheMismatchError, "neither a file nor a directory"),
+    "directory": (os.mkdir, CacheMismatchError, "cache is not a file"),
     "empty": (lambda path: path.touch(), CacheError, "cache"),
     "zeros": (lambda path: path.write_bytes(b"\0" * 20_000), CacheError, "cache"),
     "foreign": (foreign, CacheCorruptError, "not a cache"),
@@ -70,25 +63,38 @@ NO_CACHES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize(("make", "kind", "said"), NO_CACHES.values(), ids=NO_CACHES)
 def test_what_is_no_cache(make: Any, kind: type[Exception], said: str, tmp_path: Path) -> None:
-    """It raises, with its path; options of a store would have no effect on a path."""
+    """It raises, with its path."""
     make(tmp_path / "cache")
     with pytest.raises(kind, match=said):
         LMDBCache(tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"storage_options= is for URLs, but path is '.*cache'"):
-        CachedDataset.from_cache(tmp_path / "cache", storage_options={"anon": True})
+
+
+@pytest.mark.parametrize(
+    "open_it",
+    [
+        lambda url: CachedDataset([1], cache=f"lmdb:{url}"),
+        lambda url: CachedDataset([1], cache=url),
+        lambda url: CachedDataset.build([1], url),
+        lambda url: CachedDataset.from_cache(url),
+        lambda url: CachedDataset.from_cache(f"lmdb:{url}"),
+        lambda url: fastload.DataLoader([1], cache=f"lmdb:{url}"),
+    ],
+)
+def test_a_cache_at_a_url_is_refused_with_what_to_do(open_it: Any) -> None:
+    """It is copied to a local disk first; the error has the command."""
+    with pytest.raises(ValueError, match=r"on this machine, but is s3://b/c: .* aws s3 cp s3://b/c DEST, "):
+        open_it("s3://b/c")
 
 
 def test_attributes(tmp_path: Path) -> None:
-    """A cache knows its parts, classes, shards and size, why it is in use and what it was made of."""
+    """A cache knows its parts, classes and size, why it is in use and what it was made of."""
     dataset, path = Images(20), tmp_path / "cache"
     dataset.classes = ["cat", "dog"]  # type: ignore[attr-defined]
     known = Fingerprint({"source": "photos"})
-    options: dict[str, Any] = {"num_workers": 0, "shards": 2}
-    cache = build_lmdb(dataset, path, fingerprint=known, **options)
+    cache = build_lmdb(dataset, path, fingerprint=known, num_workers=0)
 
-    assert cache.description.num_shards == 2
     assert (cache.description.parts, cache.description.classes) == ({"source": "photos"}, ["cat", "dog"])
-    assert cache.nbytes == sum(file.stat().st_size for file in path.iterdir())
+    assert cache.nbytes == path.stat().st_size
     assert cache.stored_indices is None
     assert (3 in cache, 20 in cache, -1 in cache, "x" in cache) == (True, False, False, False)
     assert len(cache.missing()) == 0
@@ -97,33 +103,10 @@ def test_attributes(tmp_path: Path) -> None:
     assert "sample 0 match the dataset" in build_lmdb(Images(20), path).explain()
 
 
-def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
-    """A shard that is lost, there twice, of another cache, or opened by itself raises, with its name."""
-    directory = built(tmp_path / "shards", Images(20), shards=3)
-    names = sorted(os.listdir(directory))
-    shutil.copy(directory / names[1], directory / "copy.lmdb")
-    with pytest.raises(CacheMismatchError, match=r"has 4 of the 3 shards .* there twice"):
-        LMDBCache(directory)
-    os.unlink(directory / "copy.lmdb")
-
-    build_lmdb(Images(20), tmp_path / "other", num_workers=0, shards=3)
-    os.rename(directory / names[1], tmp_path / "kept")
-    with pytest.raises(CacheMismatchError, match=r"has 2 of the 3 shards .* shard 2 is missing"):
-        LMDBCache(directory)
-    shutil.copy(tmp_path / "other" / names[1], directory / names[1])
-    with pytest.raises(CacheMismatchError, match="shards of two caches"):
-        LMDBCache(directory)
-    with pytest.raises(CacheMismatchError, match=r"has 1 of the 3 shards .* Open the directory"):
-        LMDBCache(directory / names[0])
-
-    os.replace(tmp_path / "kept", directory / names[1])
-    assert_same_samples(LMDBCache(directory).get(8), Images(20).sample(8))
-
-
-def test_gather_of_shards_is_default_collate(tmp_path: Path) -> None:
+def test_gather_is_default_collate(tmp_path: Path) -> None:
     """In any order, with repeats; the batch lies in the memory of `allocate`, and outlives the cache."""
     dataset, order, given = Everything(20), [13, 2, 19, 2, 0, 7], []
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=3)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0)
 
     def allocate(shape: tuple[int, ...], dtype: Any) -> Any:
         given.append(np.empty(shape, dtype))
@@ -257,17 +240,6 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
     assert_same_samples(cache.get(4), Images(20).sample(4))
 
 
-def test_one_shard_of_several(tmp_path: Path) -> None:
-    """Only reads of the shard that was changed raise."""
-    path, other = (built(tmp_path / str(i), data, shards=2) for i, data in enumerate((Images(20), OTHER)))
-    cache = LMDBCache(path)
-    shutil.copyfile(other / "00001-of-00002.lmdb", path / "00001-of-00002.lmdb")
-    assert_same_samples(cache.get(9), Images(20).sample(9))
-    for read in (lambda: cache.get(10), lambda: gather(cache)):
-        with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
-            read()
-
-
 def test_threads_that_read_a_touched_file(path: Path) -> None:
     """Threads that notice a touched file together read the right samples."""
     cache = LMDBCache(path)
@@ -331,7 +303,7 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
     indices = cache.stored_indices
     assert (list(range(num_samples)) if indices is None else indices.tolist()) == stored
     if num_samples:
-        file = cache._file_of(0)
+        file = cache._opened()
         found = [file.record(index) for index in range(num_samples)]
         assert [None if one is None else bytes(one) for one in found] == records
         assert (file.records(np.arange(num_samples)) is None) == (len(stored) < num_samples)

@@ -41,9 +41,9 @@ COLUMNS = {"starts": "<i8", "sizes": "<u4", "crcs": "<u4"}
 SOURCES: dict[str, tuple[Images, dict[str, Any]]] = {
     "big": (Images(20), {}),  # each in pages of its own
     "small": (Made(lambda index: (np.full(7, index % 251, np.uint8), index), 600), {}),  # in LMDB's tree
-    "shards": (
+    "left out": (
         BrokenImages(30, bad=[3, 4, 10, 28]),
-        {"shards": 3, "on_error": "skip", "max_errors": 1.0},
+        {"on_error": "skip", "max_errors": 1.0},
     ),
 }
 
@@ -73,17 +73,13 @@ class Forgery:
         _, length, self._magic = TRAILER.unpack(content[-TRAILER.size :])
         text_at = len(content) - TRAILER.size - length
         self.fields: dict[str, Any] = json.loads(content[text_at : -TRAILER.size])
-        plan = self.fields["plan"]
-        first, stop = (n * plan["num_samples"] // plan["num_shards"] for n in self._shards())
+        rows = self.fields["plan"]["num_samples"]
         self.table: dict[str, Any] = {}
-        at = text_at - 16 * (stop - first)
+        at = text_at - 16 * rows
         self.body = bytearray(content[:at])
         for name, kind in COLUMNS.items():
-            self.table[name] = np.frombuffer(content, kind, stop - first, at).copy()
+            self.table[name] = np.frombuffer(content, kind, rows, at).copy()
             at += self.table[name].nbytes
-
-    def _shards(self) -> tuple[int, int]:
-        return self.fields["shard"], self.fields["shard"] + 1
 
     def sealed(self, text: bytes | None = None) -> bytes:
         """The file with a right checksum of its description, which is `text`, or else the fields."""
@@ -115,8 +111,6 @@ LIES: dict[str, dict[str, Any]] = {
         "huge": HUGE, "more": 21, "fewer": 19, "none": 0, "negative": -1, "text": "x", "float": 20.0,
         "bool": True, "billions": 4 * 10**9,
     },
-    "num_shards": {"none": 0, "huge": HUGE, "negative": -1, "null": None},
-    "shard": {"negative": -1, "beyond": 1, "float": 0.0, "huge": HUGE},
     "table_crc32": {"negative": -1, "wide": 1 << 32, "text": "x", "other": 5},
     "spec": {"number": 5, "list": []},
     "crc32": {"wide": 1 << 32, "text": "x"},
@@ -138,10 +132,10 @@ CHANGES: dict[str, list[Callable[[Any], Any]]] = {
     for name, lies in LIES.items()
 } | {
     "a field too few": [
-        *(lambda it: it.fields.pop("plan"), lambda it: it.fields.pop("shard")),
+        lambda it: it.fields.pop("plan"),
         lambda it: it.fields["plan"].pop("parts"),
     ],
-    "one too many": [lambda it: it.fields.update(plans=1), lambda it: it.fields["plan"].update(shards=1)],
+    "one too many": [lambda it: it.fields.update(plans=1), lambda it: it.fields["plan"].update(plans=1)],
     "no description": [lambda _, text=text: text for text in TEXTS],
 }
 
@@ -189,21 +183,11 @@ def test_a_lie_takes_no_memory(path: Path) -> None:
     path.write_bytes(content[:-16] + (1 << 40).to_bytes(8, "little") + content[-8:])  # a long description
     with little_memory(1 << 20), pytest.raises(CacheCorruptError):
         LMDBCache(path)
-    for lie in (
-        {"num_samples": 4 * 10**9},
-        {"num_samples": 4 * 10**9, "num_shards": 2},
-        {"num_samples": 10**12, "num_shards": 10**9},
-    ):
+    for lie in ({"num_samples": 4 * 10**9}, {"num_samples": 10**12}):
         path.write_bytes(content)
         forge(path, stating(lie))
         with little_memory(1 << 20), pytest.raises(CacheCorruptError):
             LMDBCache(path)
-    path.write_bytes(content)
-    forge(path, stating({"num_samples": 20 * 10**9, "num_shards": 10**9}))
-    path.with_name("shards").mkdir()
-    path.rename(path.with_name("shards") / "x.lmdb")
-    with little_memory(1 << 20), pytest.raises(CacheMismatchError, match="has 1 of the 1,000,000,000 shards"):
-        LMDBCache(path.with_name("shards"))
 
 
 # --- tables ----------------------------------------------------------------------------------------------

@@ -24,11 +24,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
-from fastload.cache.lmdb import mirror
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import arena, registry, shared
 from fastload.cache.ram.arena import DESCRIPTION_AT
 from fastload.cache.ram.layout import Layout
@@ -41,7 +38,6 @@ from tests.cache.build_zoo import exit_codes
 from tests.cache.zoo import Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
-from tests.kit.remote import FaultyFileSystem, register
 
 MB, DAY_S = 1 << 20, 24 * 3600
 pytestmark = pytest.mark.usefixtures("registry_folder")
@@ -543,24 +539,6 @@ def test_a_machine_without_shared_memory_reads_the_dataset(monkeypatch: Any, cap
     assert "cache: none, because shared memory is not available: denied" in caplog.text
     assert_same_samples([there[3], pickle.loads(pickle.dumps(there))[3]], [Images(8)[3]] * 2)
     assert there.cache_info().num_cached == 0
-
-
-def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -> None:
-    """On first use; a plain pickle has no URL, and nothing of its credentials."""
-    register()
-    FaultyFileSystem.reset()
-    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "here"))
-    url = "faulty://bucket/caches/train"
-    build_at_url(Images(20), url, num_workers=0, progress=False, shards=3)
-    cache = LMDBCache(url, progress=False)
-    expected = [cache.get(i) for i in range(20)]
-    text, plain = sent(cache), pickle.dumps(cache)
-    (tmp_path / "here").rename(tmp_path / "gone")
-    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "there"))
-    assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
-    assert b"bucket" not in plain
-    with pytest.raises(FileNotFoundError):
-        pickle.loads(plain).get(0)
 
 
 def test_an_edit_that_leaves_the_first_sample_is_noticed() -> None:

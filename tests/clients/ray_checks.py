@@ -132,19 +132,6 @@ class Held(Numbered):
         return index
 
 
-class Ahead(Held):
-    """Each sample is the list of those that were announced before."""
-
-    announced: tuple[int, ...] = ()
-
-    def read_ahead(self, indices: Any) -> None:
-        self.announced = (*self.announced, *map(int, indices))
-
-    def __getitem__(self, index: int) -> Any:
-        super().__getitem__(index)
-        return self.announced
-
-
 def batches(dataset: Any, kind: str = "ray", **options: Any) -> list[Any]:
     torch.manual_seed(7)
     options = {"batch_size": 4, "num_workers": 2, **options}
@@ -322,21 +309,6 @@ def check_a_cache_is_shared_by_the_node() -> None:
     assert cached.cache_info().num_cached == 24
     reads = [len((place / f"reads-{index}").read_text().split()) for index in range(24)]
     assert set(reads[1:23]) == {1}, reads  # this process has compared two readings of the first and last
-
-
-def check_indices_are_announced_ahead() -> None:
-    """A dataset that reads ahead knows the next batches when it makes one."""
-    place = folder_of("ahead", hold=True)
-    options: Any = {"num_workers": 1, "batch_size": 2, "prefetch_factor": 4, "collate_fn": list}
-    with loader_of(Ahead(place), **options) as loader:
-        iterator = iter(loader)
-        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
-        actor = iterator._pool._workers[0].actor
-        ray.get(actor.announce.options(concurrency_group="ahead").remote([23]))  # comes after the others
-        (place / "hold").unlink()
-        got = [samples[0] for samples in iterator]
-        assert set(got[1]) >= set(range(8)), got[1]
-        assert len(got) == 12
 
 
 def check_large_batches_pass_a_small_store() -> None:

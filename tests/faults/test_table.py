@@ -15,22 +15,18 @@ import signal
 from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
-import fsspec.asyn
 import numpy as np
 import pytest
 import torch.distributed as dist
-from PIL import Image
 
 import fastload
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
-from fastload.files import file_systems, retry
 from fastload.workers import process as starting
 from fastload.workers import process_pool, slot_pool
 from tests.faults import table_zoo as zoo
 from tests.kit import datasets, leaks
 from tests.kit.jobs import Job
-from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -351,31 +347,6 @@ def test_close_is_not_disturbed_by_what_happens(
 
     monkeypatch.setattr(process_pool, "wait_for_all", wait_and_kill)
     assert_close_ends_workers("hangs", "fetch", method, monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def thread_of_fsspec() -> None:
-    """Fsspec starts one thread for all requests of a process, and keeps it."""
-    fsspec.asyn.get_loop()
-
-
-def test_a_store_that_stalls_costs_a_worker_nothing(
-    tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each attempt has a connection of its own. tests/files/test_servers.py has other faults of stores."""
-    monkeypatch.setenv(file_systems.READ_VARIABLE, "0.3")
-    monkeypatch.setattr(retry, "_sleep", lambda _: None)
-    (tmp_path / "images").mkdir()
-    for number in range(zoo.SIZE):
-        Image.new("RGB", (5, 5), (number,) * 3).save(tmp_path / "images" / f"{number:02}.png")
-    with Stalling(tmp_path) as server:
-        server.faulty, server.faults = f"{zoo.FAULTY}.png", ["never answers"] * 2
-        loader = fastload.DataLoader(fastload.ImageFolder(server.url), zoo.BATCH, num_workers=2)
-        batches = [images[:, 0, 0, 0].tolist() for images, _ in loader]
-
-    assert batches == [list(range(first, first + zoo.BATCH)) for first in ALL]
-    assert server.faults == []
-    assert len({port for path, port in server.requests if path.endswith(server.faulty)}) == 3
 
 
 def fill_together(rank: int, store: Path, victim: int, number: signal.Signals, gate: Gate) -> tuple[Any, Any]:

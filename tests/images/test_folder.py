@@ -20,8 +20,8 @@ from PIL import Image
 import fastload
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import ImageReadError
-from fastload.files.file_systems import local_path
 from fastload.images.folder import ImageFolder
+from fastload.system.paths import local_path
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 

@@ -329,7 +329,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
             "--cache should be ram, ram:SIZE such as ram:32G, or lmdb:PATH .*, but got 'disk'$",
         ),
         ("run --cache ram:lots", "--cache should be ram, .*, but got 'ram:lots'$"),
-        ("run --cache lmdb:s3://b/c", "--cache: .* decoded files are remembered on disk, not at a URL"),
+        ("run --cache lmdb:s3://b/c", "--cache: cache should be a path on this machine, but is s3://b/c"),
         (
             "run --seeding smaple",
             "worker, sample or torch, but got 'smaple': did you mean sample[?]$",

@@ -23,14 +23,6 @@ sys.stdin.read()
 server.stop()
 """
 
-_WEB = """
-import http.server, sys, threading
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-print(server.server_address[1], flush=True)
-sys.stdin.read()
-"""
-
 CREDENTIALS = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
 CREDENTIALS["AWS_DEFAULT_REGION"] = "us-east-1"
 
@@ -61,8 +53,3 @@ def _serving(
 def s3() -> contextlib.AbstractContextManager[str]:
     """The URL of an S3 server with no buckets."""
     return _serving(_S3, variables=CREDENTIALS)
-
-
-def web(folder: Path) -> contextlib.AbstractContextManager[str]:
-    """The URL of a web server of the files in a folder."""
-    return _serving(_WEB, folder)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from pathlib import Path
 
-Fault = Literal["never answers", "half of the body", "drops the connection", "is busy"]
+Fault = Literal["never answers", "half of the body", "drops the connection", "is denied"]
 
 
 class Stalling(http.server.ThreadingHTTPServer):
@@ -73,8 +73,8 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content[: len(content) // 2])
-        elif fault == "is busy":
-            self.send_error(503, "Slow Down")
+        elif fault == "is denied":
+            self.send_error(403, "Forbidden")
             return
         if fault != "drops the connection":
             server.is_over.wait(60)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PLAIN = ("plain", "bulk")
-LMDB = ("lmdb", "shards", "from_cache")
+LMDB = ("lmdb", "from_cache")
 CACHED = ("ram", "keyed ram", "subset of ram", *LMDB)
 FAULTS = ("dies", "stops")  # modes in which a worker dies or stops
 
@@ -47,7 +47,7 @@ class Case:
     source: str = _one_of(
         "plain",
         {"plain": 14, "bulk": 4, "stream": 8, "ram": 12, "keyed ram": 6, "subset of ram": 6, "lmdb": 4}
-        | {"shards": 2, "from_cache": 3},
+        | {"from_cache": 3},
     )
     is_filled: bool = _rarely(30)  # CachedDataset.fill() runs before the first epoch
     max_memory: str = _one_of("auto", {"auto": 4, "half": 1})  # of a cache in RAM; for half of the samples

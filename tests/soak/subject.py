@@ -60,9 +60,8 @@ class Subject:
             key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
         path = self._folder / "samples.lmdb"
-        shards = 3 if case.source == "shards" else 1
         num_workers = case.seed % 2  # half of the builds have a worker
-        build_lmdb(samples, path, shards=shards, num_workers=num_workers, progress=False).close()
+        build_lmdb(samples, path, num_workers=num_workers, progress=False).close()
         if case.source == "from_cache":
             return fastload.CachedDataset.from_cache(path, transform)
         return fastload.CachedDataset(samples, transform, cache=f"lmdb:{path}", **options)

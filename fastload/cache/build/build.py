@@ -1,75 +1,61 @@
-"""Builds an LMDB cache shard by shard: workers decode a dataset in parallel, and this process writes.
+"""Builds an LMDB cache: workers decode a dataset in parallel, and this process writes its file.
 
-A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
+Rules:
 
-1. All files are written below PATH.partial (see `staging`). When all shards are complete and on disk, the
-   cache is moved to PATH, so a process that sees PATH sees the complete cache.
+1. The file is written at PATH.partial (see `staging`). When it is complete and on the disk, it is moved to
+   PATH, so a process that sees PATH sees the complete cache. A build that ends early leaves nothing.
 2. Workers read samples (see `tasks`); this process only writes.
-3. The files do not depend on who builds them, or in which order, except for the cache's id and build time.
+3. The file does not depend on who builds it, except for the cache's id and build time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
-from fastload.cache.build import processes
+from fastload.cache.build import processes, staging
 from fastload.cache.build.plan import check_source, make_plan
 from fastload.cache.build.random_check import read_unnoticed, readable
-from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
-from fastload.cache.build.writer import ShardWriter
+from fastload.cache.build.writer import FileWriter
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
-from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, TooManyFailuresError
-from fastload.system.checks import check_arguments, integer, one_of, optional
-from fastload.system.humanize import fastload_command
+from fastload.system.checks import check_arguments, one_of
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
-RETRY = "Raise max_errors or repair the files, and build again"
 _GUESSED_BYTES = 1 << 20  # of a sample, if none was read before
 _CHECKS = {
-    "shards": optional(integer(1)),
     "on_error": one_of("raise", "skip"),
 }
 
 
 def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LMDBCache:
-    """The finished cache of a dataset at `path`: opened if it exists, else built, or its build is resumed.
+    """The finished cache of a dataset at `path`: opened if it exists, else built.
 
     Args:
         dataset: Map-style and deterministic.
-        path: The file, or with several shards the directory.
+        path: The file.
         **options: See `Build`.
 
     Raises:
-        CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
-            other settings.
+        CacheMismatchError: The cache at `path` was made from other samples, or with other settings.
         CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
         UnsupportedSampleError: A value in a sample cannot be cached.
-        CacheError: The files could not be written, or this process cannot open as many files as the shards
-            need.
-        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are
-            kept.
+        CacheError: The file could not be written.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read.
         ValueError: An argument is invalid.
     """
-    build = Build(dataset, os.path.abspath(path), **options)
-    return build.cache(
-        lambda files: build.write(files, range(files.plan.num_shards), f"building {build.path}")
-    )
+    return Build(dataset, os.path.abspath(path), **options).cache()
 
 
 def opened_lmdb(path: str) -> LMDBCache:
@@ -87,13 +73,11 @@ def opened_lmdb(path: str) -> LMDBCache:
 
 @dataclass
 class Build:
-    """A build of a cache, or of one of its shards, by this process.
+    """A build of a cache by this process.
 
     Args:
         dataset: Map-style and deterministic.
         path: The absolute path of the cache.
-        shards: Number of files of the cache; None accepts that of a cache or an unfinished build, and builds
-            files of about 1 GiB, at most 128. An interrupted build continues with the first unfinished shard.
         num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
@@ -102,12 +86,10 @@ class Build:
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
         wait: Wait while another process builds the cache, and then open it.
         fingerprint: Of the samples; identifies a cache without reading a sample.
-        kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
 
     dataset: Any
     path: str
-    shards: int | None = None
     num_workers: int | None = None
     progress: bool = True
     probed: dict[int, Any] = field(default_factory=dict)
@@ -115,8 +97,6 @@ class Build:
     max_errors: int | float = 0.01
     wait: bool = True
     fingerprint: Fingerprint | None = None
-    kept: str | None = None
-    left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
         if self.on_error == "replace":  # the word of DataLoader
@@ -124,50 +104,35 @@ class Build:
         check_arguments(vars(self), _CHECKS)
         check_max_errors(self.max_errors, self.on_error, '"skip"')
         self.probed = dict(self.probed)
-        self.kept = f"Finished shards are kept at {self.kept or self.path + PARTIAL_SUFFIX}"
         self._is_skipping = self.on_error == "skip"
 
-    def cache(self, write: Callable[[StagingDirectory], object]) -> LMDBCache:
-        """The finished cache: opened if it exists, else built.
-
-        Args:
-            write: Called with the directory; finishes all its shards.
-        """
-        if os.path.lexists(self.path):
-            return self.opened()
-        with only_builder(self.path, wait=self.wait):
-            if os.path.lexists(self.path):  # another process has just built it
-                return self.opened()
-            files = StagingDirectory(self.path)
-            files.begin(self.plan(files.plan if files.open() else None))
+    def cache(self) -> LMDBCache:
+        """The finished cache: opened if it exists, else built."""
+        path = self.path
+        if os.path.lexists(path):
+            return self._opened()
+        with staging.only_builder(path, wait=self.wait):
+            if os.path.lexists(path):  # another process has just built it
+                return self._opened()
+            plan, partial = self._plan(), staging.begin(path)
             try:
-                check_openable(files.plan.num_shards)
-                write(files)
-                return self._publish(files)
-            except BaseException as error:
-                if isinstance(error, TooManyFailuresError):
-                    self._list_left_out(files, error)
-                files.remove_unused()
-                if os.path.isdir(files.path):
-                    add_note(error, f"{self.kept}: build again to resume")
+                left_out = self._write(partial, plan)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(partial)
                 raise
+            staging.publish(partial, path, left_out)
+        if left_out:
+            log.warning(
+                "%s: %d of %d samples could not be read and are left out: see %s%s",
+                *(path, len(left_out), plan.num_samples, path, staging.REPORT),
+            )
+        cache = LMDBCache(path)
+        cache.reason = "built now, as it did not exist"
+        return cache
 
-    def _list_left_out(self, files: StagingDirectory, error: TooManyFailuresError) -> None:
-        """Write the report that the finished cache would have had."""
-        samples = [*self.left_out]
-        for shard in range(files.plan.num_shards):  # also those that other processes wrote
-            samples += files.finished(shard) or []
-        left_out = {sample.index: sample for sample in samples}
-        with contextlib.suppress(OSError, CacheError):
-            files.write_report([left_out[index] for index in sorted(left_out)])
-            add_note(error, f"The samples that could not be read are listed in {self.path}{REPORT}")
-
-    def opened(self) -> LMDBCache:
-        """The finished cache, after it was compared with the dataset and the settings.
-
-        Raises:
-            CacheMismatchError: It was made from other samples, or with other settings.
-        """
+    def _opened(self) -> LMDBCache:
+        """The finished cache, after it was compared with the dataset and the settings."""
         cache = opened_lmdb(self.path)
         dataset, fingerprint = self.dataset, self.fingerprint
         num_samples, probed = len(dataset), self.probed
@@ -175,18 +140,11 @@ class Build:
         if is_compared and 0 not in probed and 0 in cache and num_samples:
             with contextlib.suppress(*[Exception] * self._is_skipping):
                 probed = {0: read_unnoticed(dataset, 0)}
-        shards = None if self.shards is None else max(1, min(self.shards, num_samples))
-        settings = {} if shards is None else {"num_shards": shards}
-        check_source(cache, num_samples, probed, fingerprint=fingerprint, settings=settings)
+        check_source(cache, num_samples, probed, fingerprint=fingerprint)
         return cache
 
-    def plan(self, earlier: Plan | None) -> Plan:
-        """The plan of this build; reads sample 0, or another one if it cannot be read, unless it was probed.
-
-        Args:
-            earlier: The plan of an earlier build, whose settings replace those that are None.
-        """
-        num_shards = self.shards or (None if earlier is None else earlier.num_shards)
+    def _plan(self) -> Plan:
+        """The plan of this build; reads sample 0, or another one if that cannot be read, unless one was."""
         if 0 not in self.probed and len(self.dataset):
             try:
                 self.probed[0] = self.dataset[0]
@@ -195,142 +153,45 @@ class Build:
                     Failure.of(0, error).reraise()
                 with contextlib.suppress(Exception):
                     self.probed |= [next(readable(self.dataset, self.dataset.__getitem__))]
-        return make_plan(self.dataset, self.probed, self.fingerprint, num_shards)
+        return make_plan(self.dataset, self.probed, self.fingerprint)
 
-    def write(
-        self,
-        files: StagingDirectory,
-        shards: Sequence[int],
-        title: str,
-        completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
-    ) -> None:
-        """Write the unfinished shards.
-
-        Args:
-            files: The directory.
-            shards: The numbers of the shards.
-            title: The name of the work, for the progress.
-            completed: Called with each finished shard, and the samples that it leaves out.
-
-        Raises:
-            CacheMismatchError: A finished shard leaves samples out, and this build must not.
-        """
-        plan, finished = files.plan, self.finished(files, shards)
-        for shard, left_out in finished.items():
-            completed(shard, left_out)
-        missing = [shard for shard in shards if shard not in finished]
-        if not missing:
-            return
-        total = sum(len(plan.indices_of(shard)) for shard in shards)
-        spans = [plan.indices_of(shard) for shard in missing]
-        num_left = sum(map(len, spans))
-        if num_left < total:
-            log.info("%s: continues, %d of %d samples are in finished shards", title, total - num_left, total)
-        num_processes = processes.choose_workers(self.num_workers, num_left)
+    def _write(self, partial: str, plan: Plan) -> list[FailedSample]:
+        """Write the file at this path; returns the samples that it leaves out."""
+        num_samples, left_out = plan.num_samples, []
+        num_processes = processes.choose_workers(self.num_workers, num_samples)
         example_bytes = len(encode(self.probed[min(self.probed)])) if self.probed else _GUESSED_BYTES
-        ranges = cut(spans, example_bytes, num_processes)
+        ranges = cut(num_samples, example_bytes, num_processes)
         tasks = RecordTasks(self.dataset, ranges, self.probed, self._is_skipping)
         # Workers start before a file is opened, because they must not inherit LMDB environments.
         answers = processes.run(tasks, len(ranges), num_processes, ahead=TASKS_A_WORKER)
         try:
-            with BuildProgress(title, total, shown=self.progress, done=total - num_left) as progress:
-                values = self._values(ranges, answers, progress)
-                for shard, span in zip(missing, spans, strict=True):
-                    left_out = self._write_shard(files, shard, itertools.islice(values, len(span)))
-                    completed(shard, left_out)
+            with (
+                BuildProgress(f"building {self.path}", num_samples, shown=self.progress) as progress,
+                contextlib.closing(FileWriter(partial, plan)) as writer,
+            ):
+                for indices, values in zip(ranges, answers, strict=True):
+                    for index, value in zip(indices, values, strict=False):  # fewer, if the last one failed
+                        if isinstance(value, Failure):
+                            value.reraise()
+                        if isinstance(value, FailedSample):
+                            left_out.append(value)
+                            self._check_left_out(left_out, num_samples)
+                        else:
+                            writer.put(index, *value)
+                    nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
+                    progress.advance(nbytes, len(values))
+                writer.finish()
         finally:
             processes.stop(answers)
-
-    def finished(self, files: StagingDirectory, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
-        """The finished ones of these shards, and the samples that each leaves out, which count from now on.
-
-        Raises:
-            CacheMismatchError: A finished shard leaves samples out, and this build must not.
-        """
-        finished = {}
-        for shard in shards:
-            left_out = files.finished(shard)
-            if left_out is not None:
-                self.check_may_leave_out(shard, left_out)
-                self.left_out += left_out
-                finished[shard] = left_out
-        return finished
-
-    def check_may_leave_out(self, shard: int, left_out: Sequence[FailedSample]) -> None:
-        """Check that this build can use a finished shard that leaves these samples out."""
-        if left_out and not self._is_skipping:
-            raise CacheMismatchError(
-                f'shard {shard + 1} was built before with on_error="skip", and leaves out {len(left_out):,} '
-                f'samples: build with on_error="skip" too, or remove all shards. {self.kept}'
-            )
-
-    def _values(
-        self, ranges: Iterable[range], answers: Iterator[Any], progress: BuildProgress
-    ) -> Iterator[tuple[int, Value | FailedSample]]:
-        """The index of each sample with its value, or with why it has none."""
-        for indices, values in zip(ranges, answers, strict=True):
-            nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
-            progress.advance(nbytes, len(values))  # here: nobody asks for more after the last value
-            for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
-                if isinstance(value, Failure):
-                    value.reraise()
-                yield index, value
-
-    def _write_shard(
-        self, files: StagingDirectory, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
-    ) -> list[FailedSample]:
-        """Write one shard; returns the samples that it leaves out."""
-        left_out: list[FailedSample] = []
-        own = files.own_path(shard_name(files.plan, shard))
-        writer = ShardWriter(own, files.plan, shard)
-        try:
-            for index, value in values:
-                if not isinstance(value, FailedSample):
-                    writer.put(index, *value)
-                    continue
-                left_out.append(value)
-                self.left_out.append(value)
-                self.check_budget(files.plan)
-            writer.finish()
-            files.complete(shard, own, left_out)
-        finally:
-            writer.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(own)
         return left_out
 
-    def check_budget(self, plan: Plan) -> None:
-        """Check that the shards so far leave out no more samples than `max_errors` allows."""
-        check_left_out(self.left_out, self.max_errors, plan.num_samples, RETRY)
-
-    def _publish(self, files: StagingDirectory) -> LMDBCache:
-        """The finished cache of a directory whose shards are all finished.
-
-        Raises:
-            CacheError: Shards are missing.
-            TooManyFailuresError: More samples than `max_errors` allows are left out.
-        """
-        path, plan, left_out = self.path, files.plan, []
-        for shard in range(plan.num_shards):
-            left_out_here = files.finished(shard)
-            if left_out_here is None:
-                raise CacheError(
-                    f"{files.path_of(shard)} was removed or changed while the cache was built: build again"
-                )
-            left_out += left_out_here
-        check_left_out(
-            left_out,
-            self.max_errors,
-            plan.num_samples,
-            f"Build again with a larger max_errors, or remove the shards with "
-            f"{fastload_command('cache', 'rm', path)}, repair the files, and build again",
-        )
-        files.publish(left_out)
-        if left_out:
-            log.warning(
-                "%s: %d of %d samples could not be read and are left out: see %s%s",
-                *(path, len(left_out), plan.num_samples, path, REPORT),
-            )
-        cache = LMDBCache(path)
-        cache.reason = "built now, as it did not exist"
-        return cache
+    def _check_left_out(self, left_out: list[FailedSample], num_samples: int) -> None:
+        try:
+            advice = "Raise max_errors or repair the files, and build again"
+            check_left_out(left_out, self.max_errors, num_samples, advice)
+        except TooManyFailuresError as error:
+            with contextlib.suppress(CacheError):
+                staging.write_report(self.path, left_out)
+                listed = f"{self.path}{staging.REPORT}"
+                add_note(error, f"The samples that could not be read are listed in {listed}")
+            raise

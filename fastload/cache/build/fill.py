@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
-from fastload.batch.source import read_tasks_ahead
+from fastload.batch.source import expect_tasks
 from fastload.cache.build import processes
 from fastload.cache.build.tasks import Failure
 from fastload.cache.format.progress import BuildProgress
@@ -43,7 +43,7 @@ class _Chunks(Dataset[tuple[int, list[FailedSample], Failure | None]]):
 
     def __getitem__(self, number: int) -> tuple[int, list[FailedSample], Failure | None]:
         num_stored, left_out = 0, []
-        read_tasks_ahead(self.dataset, self.chunks, number)
+        expect_tasks(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
                 num_stored += self.dataset._store(index)

@@ -3,9 +3,8 @@
 Rules:
 
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
-2. A file is a cache if it ends as fastload's caches do. A directory is one if a build uses all names in it,
-   or if it says that it has decoded files. Other files are never removed, and nothing is removed if a foreign
-   file is among those of a cache.
+2. A file is a cache if it ends as fastload's caches do. A directory is one if it says that it has decoded
+   files. Other files are never removed.
 3. Nothing is removed while a builder of this machine is at work. A builder on another machine fails, and
    says why.
 """
@@ -16,20 +15,12 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache.build.staging import (
-    NAMES,
-    REPORT,
-    StagingDirectory,
-    foreign_part,
-    is_being_built,
-    only_builder,
-)
+from fastload.cache.build.staging import REPORT, is_being_built, is_partial, only_builder
 from fastload.cache.disk import upkeep
 from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.mirror import manifest_in
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
 
@@ -44,7 +35,6 @@ class CacheOnDisk:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
-        url: The URL of which the cache is a mirror; None if it is not one.
         num_files: How many results of decoding files are in it.
     """
 
@@ -53,15 +43,13 @@ class CacheOnDisk:
     nbytes: int
     cache: LMDBCache | None = None
     problem: str | None = None
-    url: str | None = None
     num_files: int | None = None
 
 
 def list_caches(directory: str) -> list[CacheOnDisk]:
     """The caches and unfinished builds in a directory, but not in its subdirectories, sorted by path.
 
-    A directory of shards is listed as one cache. Files and directories that this user cannot read are
-    skipped.
+    Files and directories that this user cannot read are skipped.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -77,7 +65,7 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
     caches = []
     for path in sorted({os.path.join(directory, name.removesuffix(PARTIAL_SUFFIX)) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            if is_file_store(path) or _is_finished(path) or _is_partial(path + PARTIAL_SUFFIX):
+            if is_file_store(path) or _is_finished(path) or is_partial(path + PARTIAL_SUFFIX):
                 caches.append(_look(path))
     return caches
 
@@ -93,18 +81,17 @@ def files_of(path: str) -> list[str]:
     if is_file_store(path):
         return upkeep.files_of(path)
     files = []
-    for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, _is_partial)):
+    for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(root)  # raises if the directory cannot be entered
         if not os.path.lexists(root):
             continue
         if not is_own(root):
             raise CacheMismatchError(
-                f"{root} is not a cache of fastload, or holds other files too: nothing was removed. "
-                "If it is a truncated cache, delete it by hand"
+                f"{root} is not a cache of fastload: nothing was removed. If it is a truncated cache, or one "
+                "of an earlier format, delete it by hand"
             )
-        inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
-        files += [*(os.path.join(root, name) for name in inside), root]
+        files.append(root)
     if not files:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
     return files + [path + REPORT] * os.path.isfile(path + REPORT)
@@ -140,7 +127,7 @@ def size_of(files: list[str]) -> int:
     """The size of these files in bytes; directories count as 0."""
     nbytes = 0
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # a process that builds a shard has removed its own file
+        with contextlib.suppress(FileNotFoundError):  # a process that builds has removed its own file
             nbytes += 0 if os.path.isdir(file) else os.lstat(file).st_size
     return nbytes
 
@@ -159,53 +146,16 @@ def _look(path: str) -> CacheOnDisk:
         nbytes = size_of([path])
     if not is_finished:
         state = "building" if is_being_built(path) else "unfinished"
-        return CacheOnDisk(path, state, nbytes, problem=_what_is_missing(path))
+        return CacheOnDisk(path, state, nbytes, problem="it was interrupted: run the build again")
     try:
-        return CacheOnDisk(path, "finished", nbytes, LMDBCache(path), url=url_of_mirror(path))
+        return CacheOnDisk(path, "finished", nbytes, LMDBCache(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return CacheOnDisk(path, "damaged", nbytes, problem=str(error))
 
 
-def _what_is_missing(path: str) -> str:
-    """What is left to do in a build or in a download."""
-    url = url_of_mirror(path + PARTIAL_SUFFIX)
-    if url is not None:
-        return f"an unfinished copy of {url}: open that cache again to continue"
-    files = StagingDirectory(path)
-    try:
-        num_shards = files.plan.num_shards if files.open() else 0
-        missing = [shard for shard in range(num_shards) if files.finished(shard) is None]
-    except CacheError as error:
-        return str(error)
-    state = f"{len(missing)} of {num_shards} shards are missing" if missing else "it was interrupted"
-    return f"{state}: run the build again to continue"
-
-
-def url_of_mirror(directory: str) -> str | None:
-    """The URL of which a directory is a mirror; None if it is not one."""
-    manifest = manifest_in(directory)
-    return None if manifest is None else manifest.url
-
-
 def _is_finished(path: str) -> bool:
-    if os.path.islink(path):
+    if os.path.islink(path) or not os.path.isfile(path):
         return False  # removing a link would not remove the cache itself
-    if not os.path.isdir(path):
-        return _ends_as_a_cache(path)
-    names = os.listdir(path)
-    return all(map(NAMES.fullmatch, names)) and any(
-        _ends_as_a_cache(os.path.join(path, name)) for name in names
-    )
-
-
-def _is_partial(path: str) -> bool:
-    """Whether a build left this; an early kill leaves an empty directory."""
-    return os.path.lexists(path) and foreign_part(path) is None
-
-
-def _ends_as_a_cache(path: str) -> bool:
-    if not os.path.isfile(path):
-        return False
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(TRAILER_MAGIC)))
         return file.read() == TRAILER_MAGIC

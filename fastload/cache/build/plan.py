@@ -1,12 +1,10 @@
 """Plans a cache, and compares finished caches with datasets.
 
-Everything that determines the bytes of a cache is in its plan, except the samples. A process that continues a
-build follows its plan, after comparing it with the plan that this process would make.
+Everything that determines the bytes of a cache is in its plan, except the samples.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import zlib
@@ -18,10 +16,9 @@ import PIL.Image  # the submodule, so encoding workers, which are forked from he
 
 from fastload.cache.build.writer import lmdb_package
 from fastload.cache.format.fingerprint import KEY_PART
-from fastload.cache.format.record import encode, outline, record_parts
+from fastload.cache.format.record import encode, outline
 from fastload.cache.lmdb.description import Plan, why_different
 from fastload.errors import CacheMismatchError, UnsupportedSampleError
-from fastload.nested.spec import flatten
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import say_once
 from fastload.system.notes import add_note
@@ -32,16 +29,11 @@ if TYPE_CHECKING:
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
-SHARD_BYTES = 1 << 30  # of a shard, roughly, unless the user sets the number of shards
-# An open shard takes two descriptors, one of them for its mapping. Many systems allow a process 1024.
-MAX_SHARDS = 128
-
 
 def make_plan(
     dataset: Any,
     probed: Mapping[int, Any],
     fingerprint: Fingerprint | None,
-    num_shards: int | None,
 ) -> Plan:
     """A plan of a new build.
 
@@ -49,20 +41,15 @@ def make_plan(
         dataset: The samples to store.
         probed: Samples that were read, by index; without sample 0 if it cannot be read.
         fingerprint: Of the samples.
-        num_shards: None for files of about 1 GiB.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
     spec, crc32 = _identity(probed[0]) if 0 in probed else (None, None)
-    if num_shards is None and probed:
-        parts, _ = record_parts(*flatten(probed[min(probed)]))
-        num_shards = min(MAX_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
     classes = getattr(dataset, "classes", None)
     is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     return Plan(
         build_id=os.urandom(8).hex(),
         num_samples=num_samples,
-        num_shards=max(1, min(num_shards or 1, num_samples)),
         spec=spec,
         crc32=crc32,
         parts=None if fingerprint is None else fingerprint.parts_in_file,
@@ -91,24 +78,20 @@ def check_source(
     probed: Mapping[int, Any],
     *,
     fingerprint: Fingerprint | None = None,
-    url: str | None = None,
-    settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that a cache was made from these samples, and has these settings.
+    """Check that a cache was made from these samples.
 
     Args:
         cache: The finished cache; its `reason` becomes that it matches.
         num_samples: Of the dataset.
         probed: Samples that were read, by index; sample 0 is compared, if it is needed and could be read.
         fingerprint: Of the dataset.
-        url: Where the cache is, if this is the local copy of one in an object store.
-        settings: Fields of its plan that the user requested.
 
     Raises:
         CacheMismatchError: It was not; the error says what differs, and which of the two to change.
     """
     parts = None if fingerprint is None else fingerprint.parts_in_file
-    wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
+    wanted = replace(cache.description, num_samples=num_samples, parts=parts)
     existing = cache.description.parts
     if existing is None:
         parts = None
@@ -118,13 +101,12 @@ def check_source(
         wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:
-        anew = f"remove it with {fastload_command('cache', 'rm', cache.path)}, build it again with --force "
-        anew += "on the command line, or use a different path"
         raise CacheMismatchError(
-            f"{cache.path} was made from other samples, from an earlier state of them, or with other "
-            f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "
-            f"dataset, or train without it from CachedDataset.from_cache({url or cache.path!r}). If the "
-            f"dataset is right, {anew if url is None else 'build its cache at a different URL'}"
+            f"{cache.path} was made from other samples, or from an earlier state of them: {why} (here: the "
+            "dataset, there: the cache). If the cache is right, change the dataset, or train without it from "
+            f"CachedDataset.from_cache({cache.path!r}). If the dataset is right, remove it with "
+            f"{fastload_command('cache', 'rm', cache.path)}, build it again with --force on the command "
+            "line, or use a different path"
         )
     if key is not None and wanted.crc32 != cache.description.crc32 is not None:
         say_once(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastload.batch.source import read_ahead, reads_ahead
+from fastload.batch.source import expect, expects
 from fastload.images.folder import ImageFolder
 
 if TYPE_CHECKING:
@@ -41,13 +42,9 @@ class MappedDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self._read(self.dataset, index)
 
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Tell the other dataset which samples are read next."""
-        read_ahead(self.dataset, indices)
-
     @property
-    def _reads_ahead(self) -> bool:
-        return reads_ahead(self.dataset)
+    def _expect(self) -> Callable[[Sequence[Any]], None] | None:
+        return functools.partial(expect, self.dataset) if expects(self.dataset) else None
 
 
 def encoded_source(dataset: Any) -> Any:

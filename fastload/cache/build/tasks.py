@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, path_of
-from fastload.batch.source import read_tasks_ahead
+from fastload.batch.source import expect_tasks
 from fastload.cache.format.record import record_parts
 from fastload.cache.lmdb.format import PADDING
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
@@ -89,7 +89,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
 
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
-        read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
+        expect_tasks(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self._read(index)
@@ -118,12 +118,8 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         return sample
 
 
-def cut(spans: Sequence[range], example_bytes: int, num_workers: int) -> list[range]:
-    """Cut ranges of indices into tasks; a task never crosses the end of a range."""
-    maximum = sum(map(len, spans)) // (_TASKS_EACH * max(1, num_workers))
+def cut(num_samples: int, example_bytes: int, num_workers: int) -> list[range]:
+    """Cut the indices into tasks."""
+    maximum = num_samples // (_TASKS_EACH * max(1, num_workers))
     size = max(1, min(_TASK_BYTES // max(1, example_bytes), maximum, _MAX_TASK_SAMPLES))
-    return [
-        range(start, min(start + size, span.stop))
-        for span in spans
-        for start in range(span.start, span.stop, size)
-    ]
+    return [range(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]

@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +29,15 @@ _MIN_MAP_BYTES, _MAP_BYTES = 1 << 26, 1 << 42  # only addresses: the file is as 
 _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks during a commit
 
 
-class ShardWriter:
-    """Writes the values of a shard to a new file."""
+class FileWriter:
+    """Writes the values of a cache to a new file."""
 
-    def __init__(self, path: str, plan: Plan, shard: int) -> None:
-        self._path, self._plan, self._shard = path, plan, shard
-        indices = plan.indices_of(shard)
-        self._first = indices.start
-        self._table = Table.empty(len(indices))
+    def __init__(self, path: str, plan: Plan) -> None:
+        self._path, self._plan = path, plan
+        self._table = Table.empty(plan.num_samples)
         with writing(path):
             self._environment = _new_environment(path)
+            self._inode = os.stat(path).st_ino
         self._transaction: Any = None
         self._nbytes = 0  # of the uncommitted values
 
@@ -47,7 +47,7 @@ class ShardWriter:
             if self._transaction is None:
                 self._transaction = self._environment.begin(write=True)
             self._transaction.put(pack_key(index), value, append=True)
-        self._table.crcs[index - self._first] = crc32
+        self._table.crcs[index] = crc32
         self._nbytes += len(value)
         if self._nbytes >= _COMMIT_BYTES:
             self._commit()
@@ -67,14 +67,16 @@ class ShardWriter:
                 self._find_records(transaction, page_bytes)
             environment_bytes = page_bytes * (int(self._environment.info()["last_pgno"]) + 1)
             self._environment.close()
-            write_end(self._path, environment_bytes, self._table, self._plan, self._shard)
+            if os.stat(self._path).st_ino != self._inode:  # the file system has no locks
+                raise CacheError(f"another process has replaced {self._path}: run one build")
+            write_end(self._path, environment_bytes, self._table, self._plan)
 
     def _find_records(self, transaction: Any, page_bytes: int) -> None:
         """Note where the records are: at their addresses in LMDB's mapping, less the address of the file."""
         starts, sizes = self._table.starts, self._table.sizes
         file_at = None
         for key, value in transaction.cursor():
-            row = unpack_key(key) - self._first
+            row = unpack_key(key)
             at = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
             if file_at is None:
                 page_at = at - at % page_bytes  # mappings begin at whole pages

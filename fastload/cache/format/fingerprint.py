@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
-from fastload.files.listing import DIGEST_BYTES
+from fastload.images.listing import DIGEST_BYTES
 
 KEY_PART = "cache_key"
 _READS = frozenset({"__getitem__", "__call__", "__getattribute__"})

@@ -32,7 +32,6 @@ _MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still re
 _32_BITS = 1 << 32
 _COMPARED = {
     "num_samples": "number of samples",
-    "num_shards": "number of shards",
     "spec": "structure of sample 0",
     "crc32": "content of sample 0",
 }
@@ -40,12 +39,11 @@ _COMPARED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts about a cache that are in all its files; known before the first sample is written.
+    """The facts about a cache; known before the first sample is written.
 
     Attributes:
-        build_id: New for each cache; distinguishes its shards from those of other caches.
+        build_id: New for each cache.
         num_samples: Number of samples of the dataset.
-        num_shards: Number of files of the cache.
         spec: Structure of sample 0, as JSON; None if the cache is empty or sample 0 could not be read.
         crc32: Checksum of the record of sample 0.
         parts: Parts of the samples' fingerprint; None if the dataset had no fingerprint.
@@ -56,7 +54,6 @@ class Plan:
 
     build_id: str
     num_samples: int
-    num_shards: int
     spec: str | None
     crc32: int | None
     parts: dict[str, str] | None
@@ -64,20 +61,15 @@ class Plan:
     libraries: dict[str, str]
     created_s: float
 
-    def indices_of(self, shard: int) -> range:
-        """The indices of a shard; shards follow one another, and their sizes differ by at most one sample."""
-        first, stop = (n * self.num_samples // self.num_shards for n in (shard, shard + 1))
-        return range(first, stop)
-
 
 def why_different(existing: Plan, plan: Plan) -> str | None:
-    """The differences that prevent a build from continuing another one; None if it can continue.
+    """How the samples or settings of a cache differ from those of a build; None if they do not.
 
     Samples are compared by both fingerprints, or else by sample 0. Where both have a key, the structure of
     sample 0 is compared, too: nothing else shows that a class was edited.
 
     Args:
-        existing: The plan of the existing files.
+        existing: The plan of the existing cache.
         plan: The plan of this build.
     """
     fingerprints = [plan.parts or {}, existing.parts or {}]  # their parts are not said twice
@@ -100,52 +92,23 @@ def why_different(existing: Plan, plan: Plan) -> str | None:
     return "; ".join(differences) or None
 
 
-def description_text(plan: Plan, shard: int, table_crc32: int) -> bytes:
-    """What one finished file says about itself: JSON in ASCII.
+def description_text(plan: Plan, table_crc32: int) -> bytes:
+    """What a finished file says about itself: JSON in ASCII.
 
     Args:
-        plan: The plan of the whole cache.
-        shard: Number of this file.
+        plan: The plan of the cache.
         table_crc32: Checksum of the table of its records.
     """
-    fields = {"version": FORMAT_VERSION, "plan": asdict(plan), "shard": shard, "table_crc32": table_crc32}
+    fields = {"version": FORMAT_VERSION, "plan": asdict(plan), "table_crc32": table_crc32}
     return json.dumps(fields).encode("ascii")
 
 
-def parse_description(text: bytes) -> tuple[Plan, int, int]:
-    """The plan, the shard and the checksum of the table, from the text of a description or from any other.
+def parse_description(text: bytes) -> tuple[Plan, int]:
+    """The plan and the checksum of the table, from the text of a description or from any other.
 
     Raises:
         ValueError: The text is not a description; the error gives the reason.
         CacheMismatchError: The description has a different format version. The caller adds the path.
-    """
-    fields = parse_versioned(text)
-    check_fields(fields, _DESCRIPTION_FIELDS, "the description")
-    plan, shard = parse_plan(fields["plan"]), fields["shard"]
-    if shard >= plan.num_shards:
-        raise ValueError(f"shard is {shard:,} of {plan.num_shards:,}, from 0")
-    return plan, shard, fields["table_crc32"]
-
-
-def parse_plan(fields: Any) -> Plan:
-    """Read the plan from parsed JSON.
-
-    Raises:
-        ValueError: It is not a plan; the error gives the reason.
-    """
-    check_fields(fields, _PLAN_FIELDS, "the plan")
-    plan = Plan(**fields)
-    if plan.num_shards > max(1, plan.num_samples):
-        raise ValueError(f"num_shards is {plan.num_shards:,}, for {plan.num_samples:,} samples")
-    return plan
-
-
-def parse_versioned(text: bytes) -> dict[str, Any]:
-    """The fields of a JSON text of this format version, which determines the meaning of all other fields.
-
-    Raises:
-        ValueError: It is not a JSON object with a version.
-        CacheMismatchError: This release does not read this version.
     """
     try:
         fields: Any = json.loads(text)
@@ -154,9 +117,11 @@ def parse_versioned(text: bytes) -> dict[str, Any]:
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int:
         raise ValueError("it has no format version")
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION:  # it determines the meaning of all other fields
         raise CacheMismatchError(f"is a cache of format {version}, but this release reads {FORMAT_VERSION}")
-    return fields  # type: ignore[no-any-return]
+    check_fields(fields, _DESCRIPTION_FIELDS, "the description")
+    check_fields(fields["plan"], _PLAN_FIELDS, "the plan")
+    return Plan(**fields["plan"]), fields["table_crc32"]
 
 
 # --- fields ----------------------------------------------------------------------------------------------
@@ -165,7 +130,6 @@ def parse_versioned(text: bytes) -> dict[str, Any]:
 _PLAN_FIELDS = {
     "build_id": TEXT,
     "num_samples": integer(0, _MAX_SAMPLES),
-    "num_shards": integer(1, _MAX_SAMPLES),
     "spec": optional(TEXT),
     "crc32": optional(integer(0, _32_BITS)),
     "parts": optional(dict_of(TEXT)),
@@ -178,6 +142,5 @@ _PLAN_FIELDS = {
 _DESCRIPTION_FIELDS = {
     "version": one_of(FORMAT_VERSION),
     "plan": instance_of(dict),
-    "shard": integer(0, _MAX_SAMPLES),
     "table_crc32": integer(0, _32_BITS),
 }

@@ -1,12 +1,11 @@
 """Defines the format of a finished LMDB file, byte by byte, and checks whether a file has it.
 
-`build` writes it, `files` reads it. A cache is one such file, or a directory of them (its shards), which hold
-consecutive ranges of indices. The file is one LMDB environment in the data format of LMDB 0.9, followed by
-what LMDB does not see:
+`build` writes it, `files` reads it. The file is one LMDB environment in the data format of LMDB 0.9, followed
+by what LMDB does not see:
 
 * key: the index in 8 big-endian bytes; value: 48 zero bytes, and the record (see `record`);
 * the table of the records: where each is in the file, and its crc32 (see `Table`);
-* the description, in JSON: format version, `Plan`, number of the file, crc32 of the table;
+* the description, in JSON: format version, `Plan`, crc32 of the table;
 * at the end of the file: crc32 and length of the description (4 and 8 little-endian bytes), the 7 letters
   "FLlmdb1" and a zero byte.
 
@@ -38,7 +37,7 @@ TRAILER_MAGIC = b"FLlmdb1\0"
 PADDING = bytes(48)
 _TABLE_COLUMNS = ("<i8", "<u4", "<u4")
 _ROW_BYTES = sum(np.dtype(column).itemsize for column in _TABLE_COLUMNS)
-CURE = "delete the file, and build or download it again"  # it can be the mirror of a cache at a URL
+CURE = "delete the file, and build it again"
 
 
 def pack_key(index: int) -> bytes:
@@ -52,7 +51,7 @@ def unpack_key(key: bytes) -> int:
 
 
 class Table(NamedTuple):
-    """Where the records of a file are; row p is the p-th index of the file.
+    """Where the records of a file are; row i is the sample of index i.
 
     Attributes:
         starts: Offsets of the records in the file, `(n,)`.
@@ -96,7 +95,7 @@ class Table(NamedTuple):
         return table
 
 
-def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard: int) -> None:
+def write_end(path: str, environment_bytes: int, table: Table, plan: Plan) -> None:
     """Append the table and the description to a complete environment, and sync the file to the disk.
 
     Args:
@@ -104,10 +103,9 @@ def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard
         environment_bytes: Length of the environment; whatever LMDB left after it is cut off.
         table: Where the records are.
         plan: The plan of the cache.
-        shard: Number of the file.
     """
     rows = table.to_bytes()
-    text = description_text(plan, shard, zlib.crc32(rows))
+    text = description_text(plan, zlib.crc32(rows))
     if len(text) > MAX_TEXT_BYTES:
         raise CacheError(
             f"the description of {path} would take {len(text):,} bytes, but at most {MAX_TEXT_BYTES:,} can "
@@ -124,8 +122,8 @@ def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard
         os.close(fd)
 
 
-def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, int, Table]:
-    """Read and check what lies after the environment: text of the description, plan, shard, and table.
+def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, Table]:
+    """Read and check what lies after the environment: text of the description, plan, and table.
 
     Args:
         fd: Of the file.
@@ -139,11 +137,10 @@ def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, int, Table]:
     text = read_text(fd, path, nbytes)
     text_at = nbytes - _TRAILER.size - len(text)
     try:
-        plan, shard, table_crc32 = parse_description(text)
-        num_rows = len(plan.indices_of(shard))
-        environment_bytes = text_at - _ROW_BYTES * num_rows
+        plan, table_crc32 = parse_description(text)
+        environment_bytes = text_at - _ROW_BYTES * plan.num_samples
         if environment_bytes < 0:
-            raise ValueError(f"it states {num_rows:,} samples, but the file is too short")
+            raise ValueError(f"it states {plan.num_samples:,} samples, but the file is too short")
     except CacheMismatchError as error:
         raise CacheMismatchError(
             f"{path} {error}. Delete it to build it again, or use a different path"
@@ -154,7 +151,7 @@ def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, int, Table]:
     if zlib.crc32(rows) != table_crc32:
         raise CacheCorruptError(f"{path}: its index is damaged: {CURE}")
     try:
-        return text, plan, shard, Table.parse(rows, environment_bytes)
+        return text, plan, Table.parse(rows, environment_bytes)
     except ValueError as error:
         raise CacheCorruptError(f"{path}: its index is not valid: {error}: {CURE}") from None
 

@@ -1,6 +1,6 @@
 """LMDBCache: reads finished caches on disk through the page cache.
 
-See `format` for the layout of a file, and `files` for the table of open files. Rules:
+See `format` for the layout of a file. Rules:
 
 1. A cache pickles as its path and the id of its build; a process opens the file on first use. A closed cache
    stays closed in child processes; loaded from a checkpoint, it is open.
@@ -12,7 +12,6 @@ See `format` for the layout of a file, and `files` for the table of open files. 
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +21,20 @@ from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, outline
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.lmdb.files import damaged, open_files
+from fastload.cache.lmdb.files import damaged, open_file
 from fastload.cache.lmdb.format import CURE
-from fastload.cache.lmdb.mirror import open_mirror
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files.file_systems import is_url, local_path
-from fastload.memory.segment import is_for_child, is_for_other_machines
+from fastload.memory.segment import is_for_child
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import Spec, build_batch
 from fastload.system.checks import as_path
 from fastload.system.humanize import readable_size
+from fastload.system.paths import cache_path
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import os
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -47,63 +46,41 @@ _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
 class LMDBCache(SampleCache):
-    """A finished cache in one LMDB file, or in a directory of such files, read-only.
+    """A finished cache in an LMDB file, read-only.
 
     Args:
-        path: The file or directory; or the URL of a cache in an object store, read from a local copy that the
-            first process of a host downloads.
-        storage_options: For a URL: arguments of fsspec's file system, such as credentials.
-        progress: Show the progress of a download.
+        path: The file.
 
     Attributes:
-        path: The absolute path, on this machine.
+        path: The absolute path.
         reason: Why this cache is in use.
 
     Raises:
         FileNotFoundError: There is no such file.
-        CacheMismatchError: It is not a cache of this format, or shards are missing.
-        CacheCorruptError: A file is damaged.
-        CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
-        ValueError: `storage_options` is given, but `path` is not a URL; or the URL has an unknown protocol.
-        ImportError: A package for the URL is missing.
+        CacheMismatchError: It is not a cache of this format.
+        CacheCorruptError: It is damaged.
+        ValueError: `path` is a URL.
     """
 
     layout = "lmdb"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        progress: bool = True,
-    ) -> None:
-        name = as_path("path", path)
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._is_closed = False
-        self._source = (name, storage_options) if is_url(name) else None
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
-        self._files: tuple[OpenFile, ...] | None
-        if is_url(name):
-            self.path, self._files = open_mirror(name, storage_options, progress=progress)
-            self.reason = f"opened from the local copy of {name}"
-        else:
-            if storage_options is not None:
-                raise ValueError(f"storage_options= is for URLs, but path is {name!r}: omit storage_options=")
-            self.path = os.path.abspath(local_path(name))
-            self._files = open_files(self.path)
-            self.reason = "opened by its path"
-        self._plan: Plan | None = self._files[0].plan
+        self.path = cache_path(as_path("path", path))
+        self._file: OpenFile | None = open_file(self.path)
+        self.reason = "opened by its path"
+        self._plan: Plan | None = self._file.plan
         self._build_id, self.num_samples = self._plan.build_id, self._plan.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
-            "_files": None,
+            "_file": None,
             "_plan": None,
             "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
-            "reason": "opened by its path",  # a URL can hold credentials
-            # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
-            "_source": self._source if is_for_other_machines() else None,
+            "reason": "opened by its path",
         }
 
     def _spec_to_pickle(self) -> Spec | None:
@@ -131,27 +108,27 @@ class LMDBCache(SampleCache):
 
     @property
     def description(self) -> Plan:
-        """What the files say about the cache, such as the number of its files and the classes."""
+        """What the file says about the cache, such as the classes."""
         if self._plan is None:
-            self._plan = self._opened()[0].plan
+            self._plan = self._opened().plan
         return self._plan
 
     @property
     def num_cached(self) -> int:
         """Number of stored samples: all except those that could not be read."""
-        return sum(file.num_stored for file in self._opened())
+        return self._opened().num_stored
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
-        return sum(file.nbytes for file in self._opened())
+        """Size of the file."""
+        return self._opened().nbytes
 
     @property
     def stored_indices(self) -> npt.NDArray[np.intp] | None:
         """Indices of the stored samples, ascending; None if all samples are stored."""
         if self.num_cached == self.num_samples:
             return None
-        return np.concatenate([file.stored_indices for file in self._opened()])
+        return self._opened().stored_indices
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
@@ -163,33 +140,25 @@ class LMDBCache(SampleCache):
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def _opened(self) -> tuple[OpenFile, ...]:
-        files = self._files
-        if files is None:
-            if self._source is not None and not os.path.exists(self.path):
-                self.path, files = open_mirror(*self._source, progress=False)
-            else:
-                files = open_files(self.path)
-            if files[0].plan.build_id != self._build_id:
+    def _opened(self) -> OpenFile:
+        file = self._file
+        if file is None:
+            file = open_file(self.path)
+            if file.plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
-                self._files = files
-        return files
-
-    def _file_of(self, index: int) -> OpenFile:
-        files = self._opened()
-        # The inverse of Plan.indices_of.
-        return files[((index + 1) * len(files) - 1) // self.num_samples] if len(files) > 1 else files[0]
+                self._file = file
+        return file
 
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored."""
         if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._file_of(int(index)).holds(int(index))
+        return self._opened().holds(int(index))
 
     def is_left_out(self, index: int) -> bool:
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
-        return not self._is_closed and not self._file_of(index).holds(index)
+        return not self._is_closed and not self._opened().holds(index)
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
@@ -201,7 +170,7 @@ class LMDBCache(SampleCache):
         """
         if self._is_closed:
             return None
-        file = self._file_of(index)
+        file = self._opened()
         record = file.record(index)
         if record is None:
             return None
@@ -220,16 +189,12 @@ class LMDBCache(SampleCache):
             return None
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]
+        in_file = self._opened().records(ascending)
+        if in_file is None:
+            return None
         records: list[Any] = [None] * len(indices)
-        for file in self._opened():
-            first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
-            if first == stop:
-                continue
-            in_file = file.records(ascending[first:stop])
-            if in_file is None:
-                return None
-            for position, record in zip(order[first:stop].tolist(), in_file, strict=True):
-                records[position] = record
+        for position, record in zip(order.tolist(), in_file, strict=True):
+            records[position] = record
         try:
             return stack_records(records, allocate)
         except CacheCorruptError as error:
@@ -246,20 +211,20 @@ class LMDBCache(SampleCache):
         """
         bad = []
         with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
-            for file in self._opened():
-                shown.advance(0, len(file.indices) - file.num_stored)
-                for index in file.stored_indices.tolist():
-                    nbytes = 0
-                    try:
-                        nbytes = len(file.record(index, verify=True) or b"")
-                    except CacheCorruptError:
-                        bad.append(index)
-                    shown.advance(nbytes)
+            file = self._opened()
+            shown.advance(0, self.num_samples - file.num_stored)
+            for index in file.stored_indices.tolist():
+                nbytes = 0
+                try:
+                    nbytes = len(file.record(index, verify=True) or b"")
+                except CacheCorruptError:
+                    bad.append(index)
+                shown.advance(nbytes)
         return bad
 
     def close(self) -> None:
-        """Release this object's files; samples that were handed out stay valid."""
-        self._files = None
+        """Release this object's file; samples that were handed out stay valid."""
+        self._file = None
         self._is_closed = True
 
 

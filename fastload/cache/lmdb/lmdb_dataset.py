@@ -26,7 +26,7 @@ class LMDBDataset(Dataset[Any], SampleCache):
     Attributes:
         cache: The finished cache.
         classes: Class names of the dataset that it was built from, or None.
-        description: What the files say about the cache.
+        description: What the file says about the cache.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
@@ -72,5 +72,5 @@ class LMDBDataset(Dataset[Any], SampleCache):
         return self.cache.gather(indices if self._indices is None else self._indices[indices], allocate)
 
     def close(self) -> None:
-        """Release this object's files."""
+        """Release this object's file."""
         self.cache.close()
