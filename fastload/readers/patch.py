@@ -128,7 +128,7 @@ class Patch:
         if num_references >= self._num_held:
             return
         own = vars(self)
-        tables = [each for each in gc.get_referrers(self.original) if type(each) is dict and each is not own]
+        tables = [each for each in _referrers(self.original) if type(each) is dict and each is not own]
         values = (value for table in (*tables, own) for value in [*table.values()])
         if num_references > sum(value is self.original for value in values) + 1:
             self._num_held = num_references
@@ -141,6 +141,18 @@ class Patch:
     def is_held(self) -> bool:
         """Whether the function is left alone because an object that is no table refers to it."""
         return isinstance(self.owner, ModuleType) and self.current is self.original
+
+
+def _referrers(value: Any) -> list[Any]:
+    """What refers to a value, also what `gc.freeze` has put out of the collector's sight."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(value)
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 class _Method:

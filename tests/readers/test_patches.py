@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import operator
 import os
@@ -87,6 +88,18 @@ def test_modules_and_tables_all_get_the_same_function() -> None:
     Patch(module, "own", lambda original: _met).put()
     assert module.own() == "met"
     assert module.own is other.theirs is table["own"]
+
+
+def test_what_gc_freeze_has_put_aside_is_found() -> None:
+    """Workers and many programs freeze what was imported, so that forks share its pages; it stays frozen."""
+    module = _library()
+    vars(other := types.ModuleType("other"))["theirs"] = module.own
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    Patch(module, "own", lambda original: _met).put()
+    assert module.own is other.theirs
+    assert module.own() == "met"
+    assert gc.get_freeze_count() >= num_frozen
 
 
 class _Holder:
