@@ -30,15 +30,6 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def innermost(function: Any) -> Any:
-    """The function that others wrap, by `functools.wraps`."""
-    for _ in range(16):  # rather than follow a circle
-        if type(function) is not FunctionType or not hasattr(function, "__wrapped__"):
-            break
-        function = function.__wrapped__
-    return function
-
-
 @dataclass(eq=False)
 class Patch:
     """An attribute to replace.
@@ -47,13 +38,11 @@ class Patch:
         owner: The module, class or other object that has it.
         name: Its name.
         wrap: Makes the wrapper from the original.
-        observe: What `wrap` gets of an original that observers have wrapped; None: that is left alone.
     """
 
     owner: Any
     name: str
     wrap: Callable[[Any], Any]
-    observe: Callable[[Any], Any] | None = None
     _num_held: int = sys.maxsize  # references to the original when an object was last found to have it
 
     @functools.cached_property
@@ -70,7 +59,7 @@ class Patch:
     @functools.cached_property
     def wrapper(self) -> Any:
         """What takes its place."""
-        wrapper = self.wrap(self._observed)
+        wrapper = self.wrap(self.original)
         if isinstance(self.owner, type):
             return (
                 wrapper
@@ -80,21 +69,9 @@ class Patch:
         return _Function(wrapper, self.original)
 
     @functools.cached_property
-    def _observed(self) -> Any:
-        """What the wrapper calls; None if it cannot be described."""
-        if self.observe is None or innermost(self.original) is self.original:
-            return self.original
-        try:
-            return self.observe(self.original)
-        except TypeError:
-            return None
-
-    @functools.cached_property
     def is_genuine(self) -> bool:
-        """Whether the original is the library's own, or wraps that as an observer may."""
-        if self._observed is None:
-            return False
-        original = self.original if self.observe is None else innermost(self.original)
+        """Whether the original is the library's own."""
+        original = self.original
         if isinstance(original, BuiltinFunctionType):
             return True
         home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
@@ -112,7 +89,7 @@ class Patch:
         """Replace the attribute, if it is the original."""
         if self.current is not self.original or not self.is_genuine:
             return
-        if isinstance(self.owner, ModuleType) and innermost(self.original) is self.original:
+        if isinstance(self.owner, ModuleType):
             self._put_for_good()
         else:
             setattr(self.owner, self.name, self.wrapper)

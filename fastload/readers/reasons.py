@@ -52,13 +52,13 @@ _NOTHING = (
 
 def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
     """What a cache did: a line with the figures, and one for each reason, the most frequent first."""
+    names = patches.unmet()
+    unmet = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
     if not hits and not misses:
-        names = patches.unmet()
-        why = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
-        return [_NOTHING, *why]
+        return [_NOTHING, *unmet]
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
     lines = [f"  {count:,} {reason}: {_MEANINGS[reason]}" for reason, count in ordered]
-    return [f"{hits:,} found, {misses:,} decoded", *lines]
+    return [f"{hits:,} found, {misses:,} decoded", *lines, *unmet]
 
 
 def complaint(
