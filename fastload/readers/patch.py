@@ -52,9 +52,8 @@ class Patch:
 
     @property
     def current(self) -> Any:
-        """The attribute now; a class can inherit it, such as from a compiled one, which cannot be changed."""
-        is_inherited = isinstance(self.owner, type) and self.name not in vars(self.owner)
-        return getattr(self.owner, self.name, None) if is_inherited else vars(self.owner).get(self.name)
+        """The attribute now."""
+        return vars(self.owner).get(self.name)
 
     @functools.cached_property
     def wrapper(self) -> Any:
@@ -79,10 +78,7 @@ class Patch:
         if isinstance(original, FunctionType):
             origin = str(original.__globals__.get("__name__", ""))
         else:
-            # Functions that Cython compiled, and slots of compiled classes, have types of no library.
-            is_compiled = type(original).__name__ == "cython_function_or_method"
-            named = original if is_compiled else type(original)
-            origin = getattr(original, "__objclass__", named).__module__
+            origin = type(original).__module__
         return origin.partition(".")[0] == library
 
     def put(self) -> None:
@@ -96,7 +92,7 @@ class Patch:
 
     def take_away(self) -> None:
         """Restore an attribute that is not a module's, if it is the wrapper."""
-        if not isinstance(self.owner, ModuleType) and vars(self.owner).get(self.name) is self.wrapper:
+        if not isinstance(self.owner, ModuleType) and self.current is self.wrapper:
             setattr(self.owner, self.name, self.original)
 
     def _put_for_good(self) -> None:
@@ -117,7 +113,7 @@ class Patch:
     @property
     def is_held(self) -> bool:
         """Whether the function is left alone because an object that is no table refers to it."""
-        return isinstance(self.owner, ModuleType) and self.current is self.original
+        return isinstance(self.owner, ModuleType) and self.is_genuine and self.current is self.original
 
 
 class _Method:

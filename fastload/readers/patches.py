@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 # By the library whose import makes a reader useful: a function, by default `patches` of the reader.
 READERS = {
     "cv2": "fastload.readers.opencv",
-    "h5py": "fastload.readers.h5py",
-    "nibabel.arrayproxy": "fastload.readers.nibabel",
     "numpy": "fastload.readers.npz",
-    "pydicom.pixels.decoders.base": "fastload.readers.pydicom",
-    "rasterio": "fastload.readers.rasterio",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",
@@ -140,7 +136,7 @@ def unmet() -> list[str]:
     with _patches.lock:
         patches = _patches.meet(libraries)
     return [
-        f"{patch.owner.__name__}.{patch.name} ({'an object holds it' if patch.is_held else 'replaced or wrapped'})"
+        f"{patch.owner.__name__}.{patch.name} ({'held by an object' if patch.is_held else 'replaced or wrapped'})"
         for patch in patches
         if patch.is_held or patch.current not in (patch.original, patch.wrapper) or not patch.is_genuine
     ]
