@@ -8,6 +8,6 @@ Read in this order: `identity` (what identifies a file), `decode_cache` (what is
 (what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`,
 and `pillow` after `front` (resizes that repeat), `sources` (where pixels are) and `lazy_image` (images
 without pixels until something needs them). Users register functions of their own by `remember`, after
-`code_digest` (what a function is) and `nest` (what it returns); `check` tests them. `torchvision_end`
-remembers nothing: it does the last steps of torchvision's pipelines at once, with and without a cache.
+`nest` (what they return). `torchvision_end` remembers nothing: it does the last steps of torchvision's
+pipelines at once, with and without a cache.
 """

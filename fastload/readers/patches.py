@@ -136,7 +136,7 @@ def unmet() -> list[str]:
     with _patches.lock:
         patches = _patches.meet(libraries)
     return [
-        f"{patch.owner.__name__}.{patch.name} ({'held by an object' if patch.is_held else 'replaced or wrapped'})"
+        f"{patch.owner.__name__}.{patch.name} ({'an object holds it' if patch.is_held else 'replaced'})"
         for patch in patches
         if patch.is_held or patch.current not in (patch.original, patch.wrapper) or not patch.is_genuine
     ]

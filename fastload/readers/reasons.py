@@ -25,7 +25,7 @@ _MEANINGS = {
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
     SEVERAL_FRAMES: "of an animation only the first frame is remembered",
-    OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by fastload.remember(your_function)",
+    OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by a function with @fastload.remember",
     Unknown.TOO_NEW.value: (
         f"read again later, they are remembered: a file must be unchanged for {SETTLED_S:.0f} seconds, and "
         f"for {SETTLED_REMOTE_S:.0f} on network mounts. Files that are written for each access never are: "

@@ -73,7 +73,7 @@ def _read(original: Callable[..., Any], path: Any, kwargs: dict[str, Any]) -> An
         with inactive():
             result = original(path, **kwargs)
         if _thread.read != [True]:
-            do_not_keep(is_counted=False)
+            do_not_keep()
         return result
     finally:
         _thread.read = before

@@ -502,7 +502,7 @@ class TestExplain:
         for _ in range(2):
             list(loader)
         assert len(calls) == 2 * SIZE
-        assert "not remembered: cv2.imread (replaced or wrapped)" in loader.explain()
+        assert "not remembered: cv2.imread (replaced)" in loader.explain()
 
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""
