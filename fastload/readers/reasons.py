@@ -46,7 +46,7 @@ _AGAIN = "changed since it was read before, read with other arguments, or droppe
 _NOTHING = (
     "no decoding by a supported library was seen (docs/guides/caching.md lists them). Samples in memory need "
     "no cache. Decode in the dataset, not in your loop, and in the thread that calls it, not in threads of "
-    "its own; register your own function with fastload.remember()"
+    "its own; register your own function with @fastload.remember"
 )
 
 

@@ -469,7 +469,7 @@ class TestExplain:
         with fastload.DataLoader(Unmet(folder), 4, cache="ram") as loader:
             list(loader)
             text = loader.explain()
-        assert "fastload.remember()" in text
+        assert "@fastload.remember" in text
         assert "cv2.imread" in text
 
     def test_torchs_own_iterator_counts_nothing_and_says_so(self, folder: Path) -> None:
