@@ -25,15 +25,15 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (404, 420),
+    "loader errors version __init__ __main__": (403, 420),
     "epochs": (2036, 1050),
     "workers": (2034, 1150),
     "batch": (1466, 800),
-    "cache": (5212, 2600),
-    "readers": (2904, 1200),
+    "cache": (5210, 2600),
+    "readers": (2242, 1200),
     "images": (850, 600),
     "augmentation": (519, 800),
-    "nested": (862, 620),
+    "nested": (706, 620),
     "rng": (1009, 750),
     "device transforms": (1353, 1150),
     "memory system": (1756, 1350),

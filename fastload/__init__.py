@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fastload.loader import DataLoader as DataLoader
     from fastload.memory.shared_list import SharedList as SharedList
     from fastload.profiling.session import profile as profile
-    from fastload.readers.check import check_remembered as check_remembered
     from fastload.readers.remember import remember as remember
     from fastload.rng.sample_rng import sample_rng as sample_rng
     from fastload.rng.seeding import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
@@ -51,7 +50,6 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "loader": ("DataLoader",),
             "memory.shared_list": ("SharedList",),
             "profiling.session": ("profile",),
-            "readers.check": ("check_remembered",),
             "readers.remember": ("remember",),
             "rng.sample_rng": ("sample_rng",),
             "rng.seeding": ("WorkerInfo", "get_worker_info", "seed_everything", "seed_worker"),

@@ -85,9 +85,10 @@ class DecodeMismatchError(CacheError, ValueError):
     def __init__(self, where: Any) -> None:
         self.where = where
         super().__init__(
-            f"the remembered pixels of {where!r} are not those that its decoder returns now: the file was "
-            "changed without a new modification time, the decoder is not deterministic, or this is a defect "
-            "of fastload, which we would like to hear of. FASTLOAD_CACHE=off remembers no files"
+            f"the remembered pixels of {where!r} are not those that its decoder returns now: the file "
+            "was changed without a new modification time, the decoder is not deterministic, a function "
+            "changed but not its fastload.remember(version=...), or this is a defect of fastload, which "
+            "we would like to hear of. FASTLOAD_CACHE=off remembers no files"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -66,6 +66,15 @@ class Random(Plain):
         return np.random.randint(256, size=(6, 8, 3), dtype=np.uint8)
 
 
+class Opened(Plain):
+    """Images of Pillow."""
+
+    def __getitem__(self, index: int) -> Any:
+        from PIL import Image
+
+        return Image.fromarray(pixels(index))
+
+
 class Broken(Plain):
     """A sample in it cannot be read."""
 

@@ -263,7 +263,7 @@ def test_a_remote_source_is_read_like_a_local_one(tmp_path: Path) -> None:
 
 
 def test_a_source_without_undecoded_images() -> None:
-    """A dataset of arrays has no files; of random samples, only files can be remembered, for a reason."""
+    """A dataset of arrays has no files; of random samples and images, only files can be, for a reason."""
     found = as_json("tests.cli_zoo:Plain")
     assert (found["file_bytes"], found["problem"]) == (None, "")
     assert found["use"] == 'fastload.CachedDataset(dataset, transform, cache="ram")'
@@ -272,3 +272,6 @@ def test_a_source_without_undecoded_images() -> None:
     assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'
     assert "Random[0] returns a different sample on every access" in found["problem"]
     assert "no cache can hold these samples" in run("tests.cli_zoo:Random").stdout
+    found = as_json("tests.cli_zoo:Opened")
+    assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'
+    assert "numpy.asarray" in found["problem"]

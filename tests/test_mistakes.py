@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "profile": (lambda _: fastload.profile(DATA), "profile() takes DataLoaders, but got Images"),
     "of": (
-        lambda _: fastload.remember(of="byte"),  # type: ignore[call-overload]
+        lambda _: fastload.remember("1", of="byte"),  # type: ignore[arg-type]
         """of should be "path" or "bytes", but got 'byte'""",
     ),
     "attribute": (
@@ -121,9 +121,13 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda _: fastload.SharedList(None),  # type: ignore[arg-type]
         "items should be an iterable of records, but got None",
     ),
-    "sources": (
-        lambda _: fastload.check_remembered(len, None),  # type: ignore[arg-type]
-        "sources should be an iterable of paths or contents of files, but got None",
+    "version": (
+        lambda _: fastload.remember(len),  # type: ignore[arg-type]
+        'version should be a str, as in fastload.remember(version="1"), but got <built-in function len>',
+    ),
+    "a lambda": (
+        lambda _: fastload.remember("1")(lambda path: path),
+        "function should be one that has a name (by `def`), but got <function",
     ),
     "path of an image": (
         lambda _: fastload.read_image(3.0),  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         code: Python that stands for it.
 
     Raises:
-        UnsupportedSampleError: It is empty, or a value in a sample cannot be cached.
+        UnsupportedSampleError: It is empty.
         Exception: The error of the first sample, if none can be read.
     """
     num_samples = len(dataset)
@@ -59,7 +59,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     try:
         if source is dataset:  # the images of a folder are never random
             probe(dataset, indices=[min(sizes)])
-    except NondeterministicDatasetError as error:
+    except (NondeterministicDatasetError, UnsupportedSampleError) as error:
         cache, problem = "None", str(error)
     report = {
         "num_samples": num_samples,

@@ -1,7 +1,6 @@
 """Nested samples and batches: dicts, lists, tuples and namedtuples of arrays, tensors and plain values.
 
 Read in this order: `leaf` (the types that a cache stores), `leaves` and `tensors` (values to bytes and back),
-`objects` (images and tv_tensors as plain values), `spec` (the structure of a sample), `deferred` (images that
-are computed in the batch), `tree` (the walk over any nested value, also to a device), `attributes` (those of
-any object).
+`spec` (the structure of a sample), `deferred` (images that are computed in the batch), `tree` (the walk over
+any nested value, also to a device), `attributes` (those of any object).
 """

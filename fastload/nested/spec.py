@@ -1,14 +1,11 @@
 """Describes the structure of a sample without its values: dicts, lists, tuples and namedtuples around leaves.
 
-Objects that are known (see `objects`) count as containers of their parts.
-
 A spec's node is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`. Rules:
 
 1. Only exact built-in containers and namedtuples are allowed; dict keys are str and keep their order.
 2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
    the class is looked up in the modules that this process has already imported. A spec sent to a worker takes
    its classes along (pickled by reference), so the worker imports them too.
-3. The first part of an object has the object's path, because it is what a user knows as the image.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.nested.leaf import BARE_KINDS, TEXT_KINDS, Leaf, fixed_nbytes
 from fastload.nested.leaves import describe
-from fastload.nested.objects import NAMES, known_object, put_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -29,9 +25,10 @@ if TYPE_CHECKING:
 Node = tuple[Any, ...]
 
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
-_CONTAINERS = ("tuple", "list", "dict", "namedtuple", "object")
+_CONTAINERS = ("tuple", "list", "dict", "namedtuple")
 _WHERE_TO_CHANGE_IT = (
-    "Change it in the dataset, or in a function that you pass as CachedDataset(pre_transform=function)"
+    "Change it in the dataset, or in a function that you pass as CachedDataset(pre_transform=function); or "
+    'cache by file, which takes any samples: DataLoader(dataset, cache="ram")'
 )
 
 
@@ -41,11 +38,10 @@ class Spec:
     Attributes:
         node: The structure as a nest of tuples.
         leaves: Its leaves in order.
-        has_objects: Whether some of them are parts of objects, which default_collate sees as one.
         text: The structure as JSON, which is what a record stores.
     """
 
-    __slots__ = ("_flat_type", "has_objects", "leaves", "node", "text")
+    __slots__ = ("_flat_type", "leaves", "node", "text")
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -54,7 +50,6 @@ class Spec:
         self.leaves: tuple[Leaf, ...] = tuple(
             Leaf(*part) for _, part in _walk(node) if part[0] not in _CONTAINERS
         )
-        self.has_objects = any(part[0] == "object" for _, part in _walk(node))
         self.text = json.dumps(node, separators=(",", ":")).encode("ascii")
 
     @staticmethod
@@ -153,12 +148,7 @@ def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
         _check_depth(path)
         items = tuple([_describe(item, (*path, i), values) for i, item in enumerate(value)])
         return "namedtuple", *_class_name(kind, path), tuple(kind._fields), items
-    known = known_object(kind)
     try:
-        if known is not None:
-            parts = known.take_apart(value).items()
-            nodes = tuple([(name, _describe(part, path, values)) for name, part in parts])
-            return "object", known.name, nodes
         leaf, stored = describe(value)
     except UnsupportedSampleError as error:
         raise UnsupportedSampleError(f"{path_text(path)}: {error}") from None
@@ -215,9 +205,8 @@ def _build(node: Node, values: Iterator[Any], *, is_batch: bool = False) -> Any:
     kind = node[0]
     if kind not in _CONTAINERS:
         return next(values)
-    if kind in ("dict", "object"):
-        parts = {key: _build(child, values, is_batch=is_batch) for key, child in _children(node)}
-        return parts if kind == "dict" else put_together(node[1], parts)
+    if kind == "dict":
+        return {key: _build(child, values, is_batch=is_batch) for key, child in _children(node)}
     items = []
     for _, child in _children(node):
         item = _build(child, values, is_batch=is_batch)
@@ -250,8 +239,8 @@ def _find_class(module: str, qualname: str) -> Any:
 
 def _children(node: Node) -> list[tuple[Any, Node]]:
     """Keys and nodes of a container's children."""
-    if node[0] in ("dict", "object"):
-        return list(node[-1])
+    if node[0] == "dict":
+        return list(node[1])
     return list(enumerate(node[4] if node[0] == "namedtuple" else node[1]))
 
 
@@ -259,11 +248,8 @@ def _walk(node: Node, path: str = "$") -> Iterator[tuple[str, Node]]:
     """The path of every node, and the node."""
     yield path, node
     if node[0] in _CONTAINERS:
-        for number, (key, child) in enumerate(_children(node)):
-            if node[0] == "object":
-                yield from _walk(child, f"{path}.{key}" if number else path)
-            else:
-                yield from _walk(child, f"{path}[{json.dumps(key)}]")
+        for key, child in _children(node):
+            yield from _walk(child, f"{path}[{json.dumps(key)}]")
 
 
 # --- from JSON to a node ---------------------------------------------------------------------------------
@@ -276,11 +262,10 @@ def _parse_node(data: Any, depth: int = 0) -> Node:
     match data:
         case ["tuple" | "list" as kind, list(items)]:
             return kind, tuple([_parse_node(item, depth + 1) for item in items])
-        case ["dict", list(pairs)] | ["object", str(_), list(pairs)]:
+        case ["dict", list(pairs)]:
             nodes = tuple([(key, _parse_node(item, depth + 1)) for key, item in pairs])
-            is_known = data[0] == "dict" or data[1] in NAMES
-            if is_known and all(type(key) is str for key, _ in nodes):
-                return (*data[:-1], nodes)
+            if all(type(key) is str for key, _ in nodes):
+                return "dict", nodes
         case ["namedtuple", str(module), str(name), list(fields), list(items)]:
             if len(fields) == len(items) and all(type(field) is str for field in fields):
                 parts = tuple([_parse_node(item, depth + 1) for item in items])

@@ -4,11 +4,10 @@ The user's code runs in full on every access. What a library made of a file is r
 of the file and the arguments of the decoder, while a dataset is read.
 
 Read in this order: `identity` (what identifies a file), `decode_cache` (what is remembered, and for whom),
-`reasons` (why something was not found), `patch` and `patches` (how and when a library is met), `observed`
-(functions that other code has wrapped), and `request` (what a user asks for). Then a file for each library:
-`opencv`, `npz`, `tifffile`, `torchvision_io`, `pydicom`, `nibabel`, `h5py` and `rasterio` (with `selection`),
+`reasons` (why something was not found), `patch` and `patches` (how and when a library is met), and `request`
+(what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`,
 and `pillow` after `front` (resizes that repeat), `sources` (where pixels are) and `lazy_image` (images
 without pixels until something needs them). Users register functions of their own by `remember`, after
-`code_digest` (what a function is) and `nest` (what it returns); `check` tests them. `torchvision_end`
-remembers nothing: it does the last steps of torchvision's pipelines at once, with and without a cache.
+`nest` (what they return). `torchvision_end` remembers nothing: it does the last steps of torchvision's
+pipelines at once, with and without a cache.
 """

@@ -217,12 +217,13 @@ class DecodeCache:
                         self.differs(key, error)
                     return result
             return unpack(stored.array, stored.note)
-        _thread.may_keep = _thread.is_counted = True
+        _thread.may_keep = True
         result = decode()
+        if not _thread.may_keep:
+            return result
         packed = pack(result)
-        if packed is None or not _thread.may_keep:
-            if _thread.is_counted:
-                self.missed(UNUSUAL)
+        if packed is None:
+            self.missed(UNUSUAL)
         elif identify() != identity:
             self.missed(Unknown.TOO_NEW)
         else:
@@ -272,7 +273,7 @@ class Deferred(Protocol):
 
 class _Thread(threading.local):
     cache: DecodeCache | None = None
-    may_keep = is_counted = True
+    may_keep = True
 
     def __init__(self) -> None:
         self.deferred: deque[weakref.ref[Deferred]] = deque()
@@ -295,9 +296,9 @@ def settle(num_left: int = 0) -> None:
             deferred.settle()
 
 
-def do_not_keep(*, is_counted: bool = True) -> None:
-    """Let what this thread is decoding not be stored, and count it as decoded or not."""
-    _thread.may_keep, _thread.is_counted = False, is_counted
+def do_not_keep() -> None:
+    """Let what this thread is decoding be neither stored nor counted."""
+    _thread.may_keep = False
 
 
 def current() -> DecodeCache | None:

@@ -30,7 +30,7 @@ def pack(result: Any) -> tuple[npt.NDArray[np.uint8], Any] | None:
     except TypeError:
         return None
     blocks = packing.blocks
-    if not blocks or is_shared(blocks):
+    if not blocks or _is_shared(blocks):
         return None
     return (blocks[0] if len(blocks) == 1 else packing.joined()), note
 
@@ -39,7 +39,7 @@ def unpack(memory: npt.NDArray[Any], note: Any) -> Any:
     """A result like the one that `pack` was given."""
     kind, *fields = note
     if kind == "plain":
-        return _copied(fields[0])
+        return fields[0]
     if kind in ("tuple", "list"):
         parts = [unpack(memory, part) for part in fields[0]]
         return parts if kind == "list" else tuple(parts)
@@ -61,24 +61,10 @@ def _turned(array: npt.NDArray[Any], flips: list[bool]) -> npt.NDArray[Any]:
     return array[(..., *(slice(None, None, -1) if flip else slice(None) for flip in flips))]
 
 
-def blocks_of(result: Any) -> list[npt.NDArray[np.uint8]]:
-    """The memory of all arrays in a result that `pack` accepts."""
-    packing = _Packing()
-    packing.note(result, 0)
-    return packing.blocks
-
-
-def is_shared(blocks: list[npt.NDArray[np.uint8]]) -> bool:
+def _is_shared(blocks: list[npt.NDArray[np.uint8]]) -> bool:
     """Whether two blocks overlap: a write to one would change the other."""
     bounds = sorted((block.ctypes.data, block.ctypes.data + block.nbytes) for block in blocks)
     return any(end > start for (_, end), (start, _) in itertools.pairwise(bounds))
-
-
-def _copied(value: Any) -> Any:
-    """Plain containers, of which each caller gets its own."""
-    if type(value) is dict:
-        return {key: _copied(part) for key, part in value.items()}
-    return type(value)(map(_copied, value)) if type(value) in (tuple, list) else value
 
 
 class _Packing:

@@ -15,7 +15,6 @@ from numpy.lib.npyio import NpzFile
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import identify_stream
-from fastload.readers.observed import Observed, kind_of
 from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 def patches() -> list[Patch]:
     """What is replaced in NumPy."""
-    return [Patch(NpzFile, "__getitem__", _getitem, Observed)]
+    return [Patch(NpzFile, "__getitem__", _getitem)]
 
 
 def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,12 +40,10 @@ def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         stream = self.zip.fp
         return cache.array(
-            *(
-                kind + kind_of(original),
-                partial(identify_stream, stream),
-                arguments,
-                partial(original, self, key),
-            ),
+            kind,
+            partial(identify_stream, stream),
+            arguments,
+            partial(original, self, key),
             where=(getattr(stream, "name", stream), key),
             source=stream,
         )

@@ -19,7 +19,6 @@ import numpy as np
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import identify_content, identify_path
-from fastload.readers.observed import Observed, kind_of
 from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
@@ -32,9 +31,7 @@ def patches() -> list[Patch]:
     """What is replaced in cv2."""
     build = cv2.getBuildInformation()
     reads_one_file = re.search(r"(GDAL|GDCM):\s+(?!NO)\S", build) is None
-    return [Patch(cv2, "imread", _imread, Observed)] * reads_one_file + [
-        Patch(cv2, "imdecode", _imdecode, Observed)
-    ]
+    return [Patch(cv2, "imread", _imread)] * reads_one_file + [Patch(cv2, "imdecode", _imdecode)]
 
 
 def _kind(name: str) -> str:
@@ -51,7 +48,7 @@ def _settings() -> tuple[bool, bool]:
 
 
 def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
-    made_by = _kind("imread")
+    kind = _kind("imread")
 
     def imread(*args: Any, **kwargs: Any) -> Any:
         cache = current()
@@ -63,7 +60,6 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
         except (TypeError, UnicodeError):  # `dst`, or something wrong
             return decode()
         key = type(path).__name__, flags, *_settings()  # some releases accept fewer types of paths
-        kind = made_by + kind_of(original)
         return cache.array(kind, partial(identify_path, path), key, decode, where=path, source=path)
 
     return imread
@@ -83,7 +79,7 @@ def _path_and_flags(filename: Any, flags: Any = cv2.IMREAD_COLOR) -> tuple[Any, 
 
 
 def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
-    made_by = _kind("imdecode")
+    kind = _kind("imdecode")
 
     def imdecode(*args: Any, **kwargs: Any) -> Any:
         cache = current()
@@ -98,7 +94,6 @@ def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
             return decode()
         identify = partial(identify_content, buffer)
         key = buffer.shape, flags, *_settings()
-        kind = made_by + kind_of(original)
         return cache.array(kind, identify, key, decode, where="a buffer", source=None)
 
     return imdecode

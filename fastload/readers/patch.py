@@ -30,15 +30,6 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def innermost(function: Any) -> Any:
-    """The function that others wrap, by `functools.wraps`."""
-    for _ in range(16):  # rather than follow a circle
-        if type(function) is not FunctionType or not hasattr(function, "__wrapped__"):
-            break
-        function = function.__wrapped__
-    return function
-
-
 @dataclass(eq=False)
 class Patch:
     """An attribute to replace.
@@ -47,13 +38,11 @@ class Patch:
         owner: The module, class or other object that has it.
         name: Its name.
         wrap: Makes the wrapper from the original.
-        observe: What `wrap` gets of an original that observers have wrapped; None: that is left alone.
     """
 
     owner: Any
     name: str
     wrap: Callable[[Any], Any]
-    observe: Callable[[Any], Any] | None = None
     _num_held: int = sys.maxsize  # references to the original when an object was last found to have it
 
     @functools.cached_property
@@ -63,14 +52,13 @@ class Patch:
 
     @property
     def current(self) -> Any:
-        """The attribute now; a class can inherit it, such as from a compiled one, which cannot be changed."""
-        is_inherited = isinstance(self.owner, type) and self.name not in vars(self.owner)
-        return getattr(self.owner, self.name, None) if is_inherited else vars(self.owner).get(self.name)
+        """The attribute now."""
+        return vars(self.owner).get(self.name)
 
     @functools.cached_property
     def wrapper(self) -> Any:
         """What takes its place."""
-        wrapper = self.wrap(self._observed)
+        wrapper = self.wrap(self.original)
         if isinstance(self.owner, type):
             return (
                 wrapper
@@ -80,21 +68,9 @@ class Patch:
         return _Function(wrapper, self.original)
 
     @functools.cached_property
-    def _observed(self) -> Any:
-        """What the wrapper calls; None if it cannot be described."""
-        if self.observe is None or innermost(self.original) is self.original:
-            return self.original
-        try:
-            return self.observe(self.original)
-        except TypeError:
-            return None
-
-    @functools.cached_property
     def is_genuine(self) -> bool:
-        """Whether the original is the library's own, or wraps that as an observer may."""
-        if self._observed is None:
-            return False
-        original = self.original if self.observe is None else innermost(self.original)
+        """Whether the original is the library's own."""
+        original = self.original
         if isinstance(original, BuiltinFunctionType):
             return True
         home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
@@ -102,24 +78,21 @@ class Patch:
         if isinstance(original, FunctionType):
             origin = str(original.__globals__.get("__name__", ""))
         else:
-            # Functions that Cython compiled, and slots of compiled classes, have types of no library.
-            is_compiled = type(original).__name__ == "cython_function_or_method"
-            named = original if is_compiled else type(original)
-            origin = getattr(original, "__objclass__", named).__module__
+            origin = type(original).__module__
         return origin.partition(".")[0] == library
 
     def put(self) -> None:
         """Replace the attribute, if it is the original."""
         if self.current is not self.original or not self.is_genuine:
             return
-        if isinstance(self.owner, ModuleType) and innermost(self.original) is self.original:
+        if isinstance(self.owner, ModuleType):
             self._put_for_good()
         else:
             setattr(self.owner, self.name, self.wrapper)
 
     def take_away(self) -> None:
         """Restore an attribute that is not a module's, if it is the wrapper."""
-        if not isinstance(self.owner, ModuleType) and vars(self.owner).get(self.name) is self.wrapper:
+        if not isinstance(self.owner, ModuleType) and self.current is self.wrapper:
             setattr(self.owner, self.name, self.original)
 
     def _put_for_good(self) -> None:
@@ -140,7 +113,7 @@ class Patch:
     @property
     def is_held(self) -> bool:
         """Whether the function is left alone because an object that is no table refers to it."""
-        return isinstance(self.owner, ModuleType) and self.current is self.original
+        return isinstance(self.owner, ModuleType) and self.is_genuine and self.current is self.original
 
 
 def _referrers(value: Any) -> list[Any]:

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 # By the library whose import makes a reader useful: a function, by default `patches` of the reader.
 READERS = {
     "cv2": "fastload.readers.opencv",
-    "h5py": "fastload.readers.h5py",
-    "nibabel.arrayproxy": "fastload.readers.nibabel",
     "numpy": "fastload.readers.npz",
-    "pydicom.pixels.decoders.base": "fastload.readers.pydicom",
-    "rasterio": "fastload.readers.rasterio",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",

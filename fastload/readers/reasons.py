@@ -25,7 +25,7 @@ _MEANINGS = {
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
     SEVERAL_FRAMES: "of an animation only the first frame is remembered",
-    OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by fastload.remember(your_function)",
+    OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by a function with @fastload.remember",
     Unknown.TOO_NEW.value: (
         f"read again later, they are remembered: a file must be unchanged for {SETTLED_S:.0f} seconds, and "
         f"for {SETTLED_REMOTE_S:.0f} on network mounts. Files that are written for each access never are: "
@@ -46,19 +46,19 @@ _AGAIN = "changed since it was read before, read with other arguments, or droppe
 _NOTHING = (
     "no decoding by a supported library was seen (docs/guides/caching.md lists them). Samples in memory need "
     "no cache. Decode in the dataset, not in your loop, and in the thread that calls it, not in threads of "
-    "its own; register your own function with fastload.remember()"
+    "its own; register your own function with @fastload.remember"
 )
 
 
 def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
     """What a cache did: a line with the figures, and one for each reason, the most frequent first."""
+    names = patches.unmet()
+    unmet = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
     if not hits and not misses:
-        names = patches.unmet()
-        why = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
-        return [_NOTHING, *why]
+        return [_NOTHING, *unmet]
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
     lines = [f"  {count:,} {reason}: {_MEANINGS[reason]}" for reason, count in ordered]
-    return [f"{hits:,} found, {misses:,} decoded", *lines]
+    return [f"{hits:,} found, {misses:,} decoded", *lines, *unmet]
 
 
 def complaint(

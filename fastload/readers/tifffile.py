@@ -17,7 +17,6 @@ from tifffile import TiffFile
 
 from fastload.readers.decode_cache import current, do_not_keep, inactive
 from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream, is_fresh, is_shared
-from fastload.readers.observed import Observed, kind_of
 from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ def patches() -> list[Patch]:
     return [
         Patch(TiffFile, "__init__", _init),
         Patch(TiffFile, "asarray", _asarray),
-        Patch(tifffile, "imread", _imread, Observed),
+        Patch(tifffile, "imread", _imread),
     ]
 
 
@@ -62,7 +61,7 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(path, **kwargs)
         identify, decode = partial(identify_path, path), partial(_read, original, path, kwargs)
         arguments = type(path).__name__, tuple(sorted(kwargs.items()))
-        return cache.array(kind + kind_of(original), identify, arguments, decode, where=path, source=path)
+        return cache.array(kind, identify, arguments, decode, where=path, source=path)
 
     return imread
 
@@ -74,7 +73,7 @@ def _read(original: Callable[..., Any], path: Any, kwargs: dict[str, Any]) -> An
         with inactive():
             result = original(path, **kwargs)
         if _thread.read != [True]:
-            do_not_keep(is_counted=False)
+            do_not_keep()
         return result
     finally:
         _thread.read = before

@@ -34,7 +34,7 @@ def read_samples(path):
 
 
 def read_record(record):
-    """The sample in a record; a tensor as an array, an object as its name and parts."""
+    """The sample in a record; a tensor as an array."""
     spec_bytes, count = struct.unpack_from("<II", record, 8)
     at = -(-(24 + spec_bytes) // 8) * 8
     lengths = iter(struct.unpack_from(f"<{count}Q", record, at))
@@ -44,9 +44,8 @@ def read_record(record):
         nonlocal at
         if kind in ("tuple", "list"):
             return {"tuple": tuple, "list": list}[kind](read(*node) for node in more[0])
-        if kind in ("dict", "object"):
-            parts = {name: read(*node) for name, node in more[-1]}
-            return parts if kind == "dict" else (more[0], parts)
+        if kind == "dict":
+            return {name: read(*node) for name, node in more[0]}
         if kind == "namedtuple":
             return ".".join(more[:2]), dict(zip(more[2], (read(*node) for node in more[3]), strict=True))
         unit = 64 if kind in ("array", "tensor") else 8

@@ -28,7 +28,6 @@ from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Everything, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
 from tests.kit.numbered_files import key_of
-from tests.kit.torchvision import import_torchvision
 
 if TYPE_CHECKING:
     from fastload.nested.leaf import Leaf
@@ -113,35 +112,6 @@ def test_a_cache_that_leaves_samples_out_is_read(tmp_path: Path) -> None:
     skip: Any = {"on_error": "skip", "max_errors": 1.0}
     build_lmdb(dataset, tmp_path / "a", num_workers=0, **skip).close()
     assert_reads(tmp_path / "a", {i: dataset.sample(i) for i in range(30) if i not in dataset.bad})
-
-
-def test_objects_are_read_as_their_parts(tmp_path: Path) -> None:
-    """Images of Pillow, here with a palette."""
-    image = Image.new("RGB", (5, 3), (1, 2, 3)).quantize(4)
-    image.info["gamma"] = 0.5
-    build_lmdb(Made(lambda index: (image, index), 2), tmp_path / "a", num_workers=0).close()
-    (name, parts), _ = dict(plain_reader.read_samples(tmp_path / "a"))[1]
-    assert name == "PIL.Image:Image"
-    assert (parts["mode"], parts["size"], parts["info"]) == ("P", (5, 3), {"gamma": 0.5})
-    assert parts["pixels"].tobytes() == image.tobytes()
-    assert parts["palette"][1][:3] == b"\1\2\3"
-
-
-def test_tensors_of_torchvision_are_read_as_their_parts(tmp_path: Path) -> None:
-    """Boxes with their format and canvas, and a mask."""
-    import_torchvision()
-    from torchvision import tv_tensors
-
-    def sample(index: int) -> Any:
-        boxes = torch.arange(8).reshape(2, 4) + index
-        return tv_tensors.BoundingBoxes(boxes, format="XYWH", canvas_size=(9, 8)), tv_tensors.Mask(boxes)
-
-    build_lmdb(Made(sample, 3), tmp_path / "a", num_workers=0).close()
-    (name, parts), mask = dict(plain_reader.read_samples(tmp_path / "a"))[2]
-    assert name == "torchvision.tv_tensors:BoundingBoxes"
-    assert (parts["format"], parts["canvas_size"]) == ("XYWH", (9, 8))
-    assert parts["data"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
-    assert (mask[0], [*mask[1]]) == ("torchvision.tv_tensors:Mask", ["data"])
 
 
 def test_lmdb_finds_the_same_records(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ TORCHVISION = """
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-steps = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-images = ImageFolder(photos(20, 24, grey=5), transform=steps)
+folder, steps = photos(20, 24, grey=5), [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+refused(ImageFolder(folder, transform=v2.Compose(steps)), "as_subclass")
+images = ImageFolder(folder, transform=v2.Compose([*steps, v2.ToPureTensor()]))
 check(images, list(images), by="sample")
 """
 MONAI = """
@@ -85,7 +86,7 @@ record("cached", dataset.cache_info().num_cached)
 
 # By script: what it records.
 CLIENTS = {
-    "torchvision": (TORCHVISION, [("cached", 12)]),
+    "torchvision": (TORCHVISION, [("refused", 1), ("cached", 12)]),
     "MONAI": (MONAI, [("refused", 1), ("cached", 4)]),
     "PyG": (GRAPHS, [("refused", 2), ("cached", 12)]),
 }

@@ -210,7 +210,6 @@ class TestHeif(Losses):
 
 class TestMonai(Resumed):
     script = """
-import nibabel
 from monai.data import Dataset, list_data_collate
 from monai.data.utils import worker_init_fn
 from monai.transforms import (
@@ -224,9 +223,8 @@ def make(folder):
     draw = np.random.default_rng(0)
     for number in range(12):
         voxels = draw.integers(-99, 999, (24, 22, 20 + number), dtype=np.int16)
-        nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), folder / f"{number:02d}-image.nii.gz")
-        mask = (voxels > 0).astype(np.uint8)
-        nibabel.save(nibabel.Nifti1Image(mask, np.eye(4)), folder / f"{number:02d}-label.nii.gz")
+        np.savez_compressed(folder / f"{number:02d}-image.npz", voxels)
+        np.savez_compressed(folder / f"{number:02d}-label.npz", (voxels > 0).astype(np.uint8))
 
 
 keys = ["image", "label"]
@@ -239,7 +237,7 @@ steps = Compose([
 ])
 if __name__ == "__main__":
     folder = files(make)
-    rows = [{key: str(folder / f"{number:02d}-{key}.nii.gz") for key in keys} for number in range(12)]
+    rows = [{key: str(folder / f"{number:02d}-{key}.npz") for key in keys} for number in range(12)]
     for options in WORKERS:
         if not options["num_workers"]:
             continue  # its transforms draw from generators of their own

@@ -282,6 +282,20 @@ def test_a_tiff_inside_another_file_is_not_taken_for_it(
     assert not store.values
 
 
+def test_a_tiff_is_found_without_parsing_its_pages(
+    cache: DecodeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tifffile.imread` of a path opens no file whose pixels are remembered."""
+    path = tmp_path / "bands.tif"
+    pixels = np.arange(720, dtype=np.uint16).reshape(5, 12, 12)
+    tifffile.imwrite(path, pixels, compression="zlib")
+    monkeypatch.setattr(cache, "_verify_share", 0)
+    assert np.array_equal(tifffile.imread(path), pixels)
+    monkeypatch.delattr(tifffile.TiffFile, "_fromfile", raising=False)
+    monkeypatch.setattr("tifffile.tifffile.FileHandle.open", lambda *_: pytest.fail("it was opened"))
+    assert np.array_equal(tifffile.imread(path), pixels)
+
+
 def test_ome_files_are_read_each_time(tmp_path: Path, cache: DecodeCache, store: DictStore) -> None:
     """An OME-TIFF can refer to other files."""
     pixels = RNG.integers(0, 99, (3, 8, 9), dtype=np.uint16)

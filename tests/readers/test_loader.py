@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -468,7 +469,7 @@ class TestExplain:
         with fastload.DataLoader(Unmet(folder), 4, cache="ram") as loader:
             list(loader)
             text = loader.explain()
-        assert "fastload.remember()" in text
+        assert "@fastload.remember" in text
         assert "cv2.imread" in text
 
     def test_torchs_own_iterator_counts_nothing_and_says_so(self, folder: Path) -> None:
@@ -484,6 +485,24 @@ class TestExplain:
         with fastload.DataLoader(pipe, 4, cache="ram") as loader:
             list(loader)
             assert "is not counted, because torch's own iterator reads" in loader.explain()
+
+    def test_it_names_functions_that_the_program_wrapped(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as by a timer: that is left alone, and called on each access."""
+        calls, imread = [], cv2.imread
+
+        @functools.wraps(imread)
+        def counted(*args: Any) -> Any:
+            calls.append(args)
+            return imread(*args)
+
+        monkeypatch.setattr(cv2, "imread", counted)
+        loader = fastload.DataLoader(Bgr(folder), cache="ram")
+        for _ in range(2):
+            list(loader)
+        assert len(calls) == 2 * SIZE
+        assert "not remembered: cv2.imread (replaced)" in loader.explain()
 
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""

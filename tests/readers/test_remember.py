@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
-import logging
 import os
 import pickle
-import random
 import subprocess
 import sys
 import types
@@ -24,12 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import fastload
+from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, nest
-from fastload.readers.code_digest import CodeDigest
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, inactive
 from fastload.readers.identity import Unknown
 from fastload.system.cache_counts import cache_counts
-from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,13 +43,13 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@fastload.remember
+@fastload.remember(version="1")
 def read(path: Any, *shape: int, scale: Any = 1) -> Any:
     """As users write them."""
     return np.fromfile(path, np.int16).reshape(*(shape or (4, 6))) * scale
 
 
-@fastload.remember(of="bytes")
+@fastload.remember(version="1", of="bytes")
 def parse(content: Any) -> Any:
     """Bytes as numbers."""
     return np.frombuffer(content, np.int16).copy()
@@ -194,7 +190,11 @@ def test_other_results_are_computed_each_time(
     name: str, path: Path, cache: DecodeCache, store: DictStore
 ) -> None:
     """What would not come back as it is is returned as the very object of the function."""
-    odd = fastload.remember(lambda path: ODD_RESULTS[name], version="1")
+
+    @fastload.remember(version="1")
+    def odd(path: Path) -> Any:
+        return ODD_RESULTS[name]
+
     for _ in range(2):
         assert odd(path) is ODD_RESULTS[name]
     assert not store.values
@@ -278,7 +278,11 @@ def test_other_first_arguments_are_the_real_call(
 @pytest.mark.parametrize("kind", [str, Path, np.str_, os.fsencode])
 def test_every_kind_of_path_is_a_path(kind: Any, path: Path, cache: DecodeCache, store: DictStore) -> None:
     """Also a NumPy string of an array of paths; bytes are a path, not a content."""
-    size = fastload.remember(lambda path: np.array([os.stat(path).st_size]))
+
+    @fastload.remember(version="1")
+    def size(path: Any) -> Any:
+        return np.array([os.stat(path).st_size])
+
     for _ in range(2):
         assert size(kind(path)) == 48
     path.write_bytes(b"1234")
@@ -291,7 +295,11 @@ def test_the_text_of_a_path_is_an_argument(
     tmp_path: Path, path: Path, cache: DecodeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two names of one file are two entries, and so is one relative name in two folders."""
-    named = fastload.remember(lambda path: (np.fromfile(path, np.int16), os.path.abspath(path)))
+
+    @fastload.remember(version="1")
+    def named(path: Any) -> Any:
+        return np.fromfile(path, np.int16), os.path.abspath(path)
+
     places = []
     for folder in ("cat", "dog"):
         (tmp_path / folder).mkdir()
@@ -334,14 +342,14 @@ def test_a_file_that_changes_while_it_is_read_is_not_stored(
 ) -> None:
     """It is identified before and after."""
 
+    @fastload.remember(version="1")
     def changing(path: Any) -> Any:
         result = np.fromfile(path, np.int16)
         os.truncate(path, os.path.getsize(path) - 2)
         return result
 
-    remembered = fastload.remember(changing)
-    assert remembered(path).size == 24
-    assert remembered(path).size == 23
+    assert changing(path).size == 24
+    assert changing(path).size == 23
     assert not store.values
 
 
@@ -364,7 +372,11 @@ def test_bytes_are_known_by_their_content(
 )
 def test_what_is_no_bytes_is_the_real_call(content: Any, cache: DecodeCache, store: DictStore) -> None:
     """A path given to a function of bytes is not taken for its content."""
-    same = fastload.remember(lambda content: (content, np.zeros(2)), of="bytes")
+
+    @fastload.remember(version="1", of="bytes")
+    def same(content: Any) -> Any:
+        return content, np.zeros(2)
+
     assert same(content)[0] is content
     assert not store.values
 
@@ -374,11 +386,9 @@ def test_errors_are_the_functions(tmp_path: Path, cache: DecodeCache) -> None:
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             read(tmp_path / "missing")
-    for bad in ({"of": "file"}, {"version": 3}):
-        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
-            fastload.remember(read, **bad)
-    with pytest.raises(TypeError, match="function"):
-        fastload.remember(3)  # type: ignore[call-overload]
+    for bad in (3, functools.partial(read, scale=2)):
+        with pytest.raises(TypeError, match="function should be one that has a name"):
+            fastload.remember(version="1")(bad)
 
 
 def test_what_a_function_reads_is_not_stored_twice(
@@ -386,7 +396,11 @@ def test_what_a_function_reads_is_not_stored_twice(
 ) -> None:
     """Inside it, libraries that are met remember nothing."""
     np.savez_compressed(tmp_path / "a.npz", a=NUMBERS)
-    load = fastload.remember(lambda path: np.load(path)["a"] + 1)
+
+    @fastload.remember(version="1")
+    def load(path: Any) -> Any:
+        return np.load(path)["a"] + 1
+
     for _ in range(2):
         assert np.array_equal(load(tmp_path / "a.npz"), NUMBERS + 1)
     assert len(store.values) == 1
@@ -394,247 +408,81 @@ def test_what_a_function_reads_is_not_stored_twice(
 
 # --- the function -----------------------------------------------------------------------------------------
 
-LIBRARY = """
-import functools, math
-SIZE = {size}
-LEVELS = [1, 2]
-def helper(x): return x {operator} SIZE
-def unused(x): return x * {unused}
-class Reader:
-    gain = {gain}
-    def read(self, x): return x * self.gain
-    @staticmethod
-    def shift(x): return x + {shift}
-def outer(x, rate={rate}):
-    def inner(y): return helper(y) * {inner}
-    # {comment}
-    return [inner(x) for _ in LEVELS] + [Reader.shift(math.floor(x)), Reader().read(x), rate]
-"""
-USUAL = {
-    "size": 1,
-    "operator": "+",
-    "unused": 1,
-    "gain": 2,
-    "shift": 3,
-    "rate": 4,
-    "inner": 5,
-    "comment": "a",
-}
+
+def gain(factor: int, version: str) -> Any:
+    """A function of a factor, of which its name says nothing."""
+
+    @fastload.remember(version=version)
+    def scaled(path: Any) -> Any:
+        return np.fromfile(path, np.int16) * factor
+
+    return scaled
 
 
-def module_of(**changes: Any) -> Any:
-    """A user's module, with some edits."""
-    module = types.ModuleType("own_module")
-    exec(LIBRARY.format(**{**USUAL, **changes}), vars(module))
-    return module
+def test_a_version_is_a_function_of_its_own(path: Path, cache: DecodeCache, store: DictStore) -> None:
+    """Each has its own entries, and so has each name."""
+    for _ in range(2):
+        for factor in (2, 3):
+            assert np.array_equal(gain(factor, str(factor))(path), NUMBERS * factor)
+        assert np.array_equal(read(path), NUMBERS.reshape(4, 6))
+    assert len(store.values) == 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"size": 2}, {"size": 1.0}, {"operator": "-"}, {"gain": 9}, {"shift": 9}, {"rate": 9}, {"inner": 9}],
-)
-def test_an_edit_of_what_a_function_uses_is_seen(change: dict[str, Any]) -> None:
-    """Of constants, helpers, classes, defaults and inner functions, at any depth."""
-    assert CodeDigest(module_of(**change).outer).now() != CodeDigest(module_of().outer).now()
+def test_a_version_that_was_forgotten_is_found(path: Path, cache: DecodeCache) -> None:
+    """When a hit is compared; the error says what can be wrong."""
+    gain(2, "1")(path)
+    with pytest.raises(DecodeMismatchError, match=r"numbers.*remember\(version=") as caught:
+        gain(3, "1")(path)
+    assert caught.value.where == path
 
 
-@pytest.mark.parametrize("change", [{}, {"unused": 9}, {"comment": "b"}], ids=str)
-def test_other_edits_change_nothing(change: dict[str, Any]) -> None:
-    """Comments, and functions that are not used."""
-    assert CodeDigest(module_of(**change).outer).now() == CodeDigest(module_of().outer).now()
-
-
-def test_a_change_in_a_living_process_is_seen() -> None:
-    """A cell that defines a helper again, code that is replaced in place, a list that grows, a new global."""
-    module = module_of()
-    code = CodeDigest(module.outer)
-    seen = {code.now()}
-
-    def again() -> None:
-        assert code.now() not in seen
-        seen.add(code.now())
-
-    module.helper = lambda x: x
-    again()
-    module.outer.__code__ = module_of(inner=8).outer.__code__
-    again()
-    module.outer.__defaults__ = (7,)
-    again()
-    module.LEVELS.append(3)
-    again()
-    module.Reader.gain = 11
-    again()
-    module.Reader.shift = staticmethod(abs)
-    again()
-    module.math = module_of
-    again()
-    module.SIZE = 3.5
-    module.helper.__globals__["x"] = 3
-    assert code.now() in seen  # the new helper does not use these
-
-
-def test_functions_from_one_factory_differ() -> None:
-    """By what they close over, and by arguments of a partial."""
-
-    def factory(number: Any) -> Any:
-        return lambda path: path * number
-
-    values = [1, 2, 1.0, True, "1", (1,), [1], np.ones(2), np.zeros(2), np.float32, re_of("a"), re_of("b")]
-    codes = [CodeDigest(factory(value)).now() for value in values]
-    codes += [CodeDigest(functools.partial(read, scale=value)).now() for value in (1, 2)]
-    assert len(set(codes)) == len(codes)
-    assert CodeDigest(factory(2)).now() == CodeDigest(factory(2)).now()
-
-
-def re_of(text: str) -> Any:
-    """A compiled pattern."""
-    import re
-
-    return re.compile(text)
-
-
-class Decoder:
-    """An object with a state."""
-
-    def __init__(self, gain: int) -> None:
-        self.gain = gain
-
-    def decode(self, path: Any) -> Any:
-        """A method of it."""
-        return np.fromfile(path, np.int16) * self.gain
-
-
-def test_objects_with_a_state_need_a_version(
-    path: Path, cache: DecodeCache, store: DictStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without one, the function is called each time, and a warning says so once; versions differ."""
-    decoder = Decoder(2)
-    plain = fastload.remember(lambda path: decoder.decode(path))
-    say_once.cache_clear()
-    with caplog.at_level(logging.INFO, "fastload"):
-        for gain in (2, 3):
-            decoder.gain = gain
-            assert np.array_equal(plain(path), NUMBERS * gain)
-    assert not store.values
-    assert sum("give it a version" in record.getMessage() for record in caplog.records) == 1
-    for gain, version in itertools.product((2, 3), repeat=2):
-        if gain == version:
-            decoder.gain = gain
-            named = fastload.remember(lambda path: decoder.decode(path), version=str(version))
-            for _ in range(2):
-                assert np.array_equal(named(path), NUMBERS * gain)
-    assert len(store.values) == 2
-
-
-def test_methods_and_pickles(path: Path, cache: DecodeCache, counts: Any) -> None:
-    """In a class it is a method; by name it pickles as the function, else with it; copies are the same."""
+def test_the_function_is_a_function_still(path: Path, cache: DecodeCache, store: DictStore) -> None:
+    """It is pickled and copied by name, and binds as a method, whose first argument is no path."""
 
     class Own:
         load = read
         parts = staticmethod(read)
 
-    assert Own.load is read
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="'Own' object"):
         Own().load(path)
+    assert not store.values
     assert Own().parts(path).size == 24
     assert pickle.loads(pickle.dumps(read)) is read
     assert copy.deepcopy(read) is read
-    load = fastload.remember(np.loadtxt)
-    again = pickle.loads(pickle.dumps(load))
-    (path.parent / "a.txt").write_text("1 2 3")
-    counts()
-    assert [load(path.parent / "a.txt").tolist(), again(path.parent / "a.txt").tolist()] == [[1, 2, 3]] * 2
-    assert counts() == (1, 1)
     assert read.__name__ == "read"
     assert read.__doc__ == "As users write them."
 
 
-JOB = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import own, fastload
-print(fastload.remember(own.read).key())
+SCRIPT = """
+import sys, runpy
+from pathlib import Path
+from fastload.readers import identity
+from fastload.readers.decode_cache import DecodeCache
+from tests.kit.decoding import DictStore
+
+identity.SETTLED_S = identity.SETTLED_REMOTE_S = 0
+store = DictStore()
+with DecodeCache(store, verify_share=0).active():
+    for script in sys.argv[2:]:
+        for name in ("__main__", "__mp_main__"):
+            print(runpy.run_path(script, run_name=name)["read"](sys.argv[1]).tolist(), len(store.values))
 """
 
 
-def test_keys_are_equal_in_every_process(tmp_path: Path) -> None:
-    """Two interpreters with different seeds of hashing have one key, and another one after an edit."""
+def test_scripts_have_functions_of_their_own(tmp_path: Path, path: Path) -> None:
+    """All scripts are named `__main__`; in a spawned worker, the same script has another name."""
     text = (
-        "import numpy as np, zlib\nNAMES = {{'a', 'b'}}\ndef read(path): return np.zeros(len(NAMES)) + {}\n"
+        "import fastload, numpy as np\n\n\n@fastload.remember(version='1')\n"
+        "def read(path): return np.array([{}])\n"
     )
-    keys = []
-    for number, seed in ((1, "1"), (1, "2"), (2, "1")):
-        (tmp_path / "own.py").write_text(text.format(number))
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"}
-        root = Path(__file__).parents[2]
-        done = subprocess.run(
-            [sys.executable, "-c", JOB, str(tmp_path)],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            check=True,
-        )
-        keys.append(done.stdout)
-    assert keys[0] == keys[1] != keys[2]
-
-
-# --- check_remembered --------------------------------------------------------------------------------------
-
-SHARED_RESULT = np.zeros(3)
-NEXT = itertools.count()
-
-
-def _beside(path: Any) -> Any:
-    return np.fromfile(f"{path}.mask", np.uint8) if os.path.exists(f"{path}.mask") else np.zeros(3)
-
-
-def _opens(path: Any) -> Any:
-    with open(__file__, "rb") as file, open(f"{path}.mask", "rb") as mask:
-        return np.array([file.read(1) == b"", len(mask.read())])
-
-
-WRONG: dict[str, tuple[Any, str]] = {
-    "draws": (lambda path: np.zeros(3) + random.random() * 0, "random numbers"),
-    "draws of NumPy": (lambda path: np.zeros(3) + np.random.rand() * 0, "random numbers"),
-    "draws of torch": (lambda path: torch.rand(3) * 0, "random numbers"),
-    "own generator": (lambda path: np.array([next(NEXT)]), "state"),
-    "path": (lambda path: np.frombuffer(os.fsencode(path), np.uint8).copy(), "copy of the file"),
-    "beside": (_beside, r"opened '.*mask'"),
-    "opens": (_opens, r"opened '.*mask'"),
-    "memo": (lambda path: [SHARED_RESULT, 1], "cache of its own"),
-    "object": (lambda path: object(), "returned object"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_functions_that_are_not_pure_fail_the_check(name: str, path: Path) -> None:
-    """Each way to be wrong is told, with the file."""
-    function, text = WRONG[name]
-    (path.parent / "numbers.mask").write_bytes(b"abc")
-    version = "1" if name == "own generator" else None
-    with pytest.raises(AssertionError, match="gave different" if version else text) as caught:
-        fastload.check_remembered(fastload.remember(function, version=version or "2"), [path])
-    assert "numbers" in str(caught.value)
-
-
-def test_pure_functions_pass_the_check(path: Path) -> None:
-    """Of paths of every kind and of bytes, with arguments; and it needs files."""
-    fastload.check_remembered(read, [path, str(path), os.fsencode(path)], 24, scale=2)
-    fastload.check_remembered(parse, [path.read_bytes(), bytearray(b"1234")])
-    with pytest.raises(AssertionError, match="no files"):
-        fastload.check_remembered(read, [])
-    with pytest.raises(AssertionError, match="no argument"):
-        fastload.check_remembered(read, [3])
-    with pytest.raises(TypeError, match="version"):
-        fastload.check_remembered(Decoder(2).decode, [path])
-
-
-def test_a_function_that_writes_to_its_bytes_fails_the_check() -> None:
-    """A found result would leave the argument as it was."""
-
-    def spoil(content: Any) -> Any:
-        content[0] = content[0] ^ 1
-        return np.zeros(3)
-
-    with pytest.raises(AssertionError, match="changed its argument"):
-        fastload.check_remembered(fastload.remember(spoil, of="bytes"), [bytearray(b"abc")])
+    scripts = [tmp_path / f"{number}.py" for number in (1, 2)]
+    for number, script in enumerate(scripts):
+        script.write_text(text.format(number))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, path, *scripts],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == ["[0] 1", "[0] 1", "[1] 2", "[1] 2"]

@@ -126,7 +126,7 @@ class ColumnReader:
     def _makes_batches(self) -> bool:
         """Whether default_collate makes tensors or lists of such samples."""
         collates = tensor_functions().collates
-        return not self._spec.has_objects and all(collates(leaf) for leaf, _ in self._columns)
+        return all(collates(leaf) for leaf, _ in self._columns)
 
     def gather(self, rows: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """A batch of rows, `(len(rows), ...)` each, in the structure of torch's default_collate.

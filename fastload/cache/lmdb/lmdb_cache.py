@@ -243,8 +243,6 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     """
     first = outline(records[0])
     make = tensor_functions()
-    if first.spec.has_objects:
-        return None
     if not all(make.collates(leaf) for leaf in first.spec.leaves):
         return None
     if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
