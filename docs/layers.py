@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (2034, 1150),
     "batch": (1466, 800),
     "cache": (5210, 2600),
-    "readers": (2242, 1200),
+    "readers": (2251, 1200),
     "images": (850, 600),
     "augmentation": (519, 800),
     "nested": (706, 620),
