@@ -79,8 +79,9 @@ def path_of(error: BaseException) -> str | None:
             continue
         if named:
             return named
-    # Only arguments: another local variable can name a file that was read before, and without an error.
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+    # Only arguments: another local variable can name a file that was read before, and without an error. The
+    # first frame still runs, and before Python 3.13 its `f_locals` would keep the error that it has caught.
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))[1:]):
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         paths = {path for name in names if (path := _file_of(frame.f_locals.get(name)))}
