@@ -17,27 +17,20 @@ import secrets
 import threading
 import time
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.file_store import SharedFileStore, open_store
-from fastload.memory.segment import is_for_child
 from fastload.readers import patches
-from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
+from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.front import NUM_EQUAL
 from fastload.readers.request import DISK, check_cache
-from fastload.system.budget import check_memory, unused_bytes
-from fastload.system.cache_counts import cache_counts
+from fastload.system.budget import unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import SupportsIndex
+    from collections.abc import Iterator
 
     import numpy.typing as npt
 
@@ -48,34 +41,6 @@ _ENCODED_SHARE = 0.125  # of the pixels' memory that encoded files take, about
 _VAIN_SHARE = 0.05
 _JUDGED_SHARE = 1 / 64  # of the limit; so much is stored before the rest is guessed
 _JUDGE_EVERY_S = 0.25
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[Callable[[], bool]]:
-    """Yields a function: has this thread decoded a file of a known format since? Nothing is remembered."""
-    counts = cache_counts
-    before = counts.hits, counts.misses, counts.reasons
-    counts.misses, counts.reasons = 0, Counter()
-    try:
-        with patches.installed(), DecodeCache(_Nothing(), verify_share=0).active():
-            yield lambda: counts.misses > counts.reasons[OTHER_FORMAT]
-    finally:
-        counts.hits, counts.misses, counts.reasons = before
-
-
-class _Nothing:
-    """A store that keeps nothing."""
-
-    def get(self, key: bytes) -> None:
-        """Nothing."""
-
-    def put(self, key: bytes, array: Any, note: Any) -> bool:
-        """False."""
-        return False
-
-    def has_room(self, nbytes: int) -> bool:
-        """False."""
-        return False
 
 
 class _UntilStopped:
@@ -274,75 +239,6 @@ def _forget_uses() -> None:
             store.forget()
 
 
-class RememberedFiles(SampleCache):
-    """The cache of a `CachedDataset` by file.
-
-    Args:
-        num_samples: Of the dataset.
-        max_memory: As for `CachedDataset`.
-        cache: `"ram"`, or `"lmdb:PATH"`, to which `max_memory` does not apply.
-
-    Attributes:
-        max_memory: As given.
-        cache: As given.
-    """
-
-    layout = "files"
-
-    def __init__(self, num_samples: int, max_memory: str | float, cache: str = "ram") -> None:
-        check_memory(max_memory, name="max_memory")
-        self.num_samples = num_samples
-        self.max_memory, self.cache = max_memory, cache
-        self._files = FileCache(store_of_process(max_memory if cache == "ram" else check_cache(cache) or ""))
-        self.max_bytes = self._files.store.max_bytes
-        log.info("cache: %s", self.explain())
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if is_for_child():
-            return super().__reduce_ex__(protocol)
-        # This process then holds one store, however often it is unpickled.
-        return RememberedFiles, (self.num_samples, self.max_memory, self.cache)
-
-    def read(self, function: Callable[[Any], Any], index: Any) -> Any:
-        """What the dataset's ``function(index)`` returns."""
-        self.poll()
-        with self._files.reading():
-            return function(index)
-
-    @property
-    def num_cached(self) -> int:
-        """How many files are remembered, of all datasets."""
-        return self._files.store.num_files
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the files, of all datasets."""
-        return self._files.store.nbytes
-
-    def poll(self) -> None:
-        """As of `FileCache`, in the process that owns a loader; torch's loaders poll nothing."""
-        if self._files.store.is_owner:
-            self._files.poll()
-
-    def explain(self) -> str:
-        """What happens, and what is remembered."""
-        return self._files.explain()
-
-    def missing(self) -> npt.NDArray[np.intp]:
-        """All indices: what files a sample needs shows only when it is read."""
-        return np.arange(self.num_samples)
-
-    def __contains__(self, index: object) -> bool:
-        return False
-
-    def get(self, index: int) -> None:
-        """None: samples are not stored."""
-
-    def close(self) -> None:
-        """See `FileCache`."""
-        self._files.close()
-
-
 _stores: dict[str | float, SharedFileStore | DiskFileStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 
@@ -372,16 +268,6 @@ def store_of_process(place: str | float) -> SharedFileStore | DiskFileStore:
             else:
                 _stores[place] = open_store(place)
         return _stores[place]
-
-
-def has_files(cache: Any) -> bool:
-    """Whether `cache=` of a dataset names a directory of decoded files."""
-    if not isinstance(cache, str) or not cache.startswith(DISK):
-        return False
-    try:
-        return is_file_store((check_cache(cache) or "")[len(DISK) :])
-    except ValueError:  # a URL
-        return False
 
 
 def forget_stores() -> None:

@@ -9,21 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fastload.cache import file_cache
-from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.file_cache import FileCache, Forecast, RememberedFiles
+from fastload.cache.file_cache import FileCache, Forecast
 from fastload.cache.ram import file_store, file_table
 from fastload.cache.ram.file_store import SharedFileStore
-from fastload.memory import segment
 from fastload.readers.front import NUM_EQUAL
 from tests.cache.test_file_store import MB, array_of, key_of, put, right
-from tests.kit.datasets import Made
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 GB = 1 << 30
 pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
@@ -217,32 +212,6 @@ def test_the_last_cache_of_a_process_lets_others_have_its_tables(ending: str) ->
     assert not any(table.users for table in store._tables)
 
 
-def test_reading_by_file_polls(monkeypatch: Any) -> None:
-    """In the process that owns the loader: torch's loader polls nothing. A worker makes no tables."""
-    files = RememberedFiles(3, MB)
-    store = files._files.store
-    assert isinstance(store, SharedFileStore)
-    put(store, range(5))
-    for read in (lambda: files.read(len, "abc"), files.poll, lambda: os.waitpid(fork(files), 0)):
-        before = store._tables
-        file_store.retire_store(store._name)
-        read()
-        assert not set(before) & set(store._tables)
-        assert put(store, range(5)) == list(range(5))
-    files.close()
-
-
-def fork(files: RememberedFiles) -> int:
-    """A worker that reads, and ends."""
-    pid = os.fork()
-    if pid == 0:
-        store: Any = files._files.store
-        tables = store._tables
-        files.read(len, "abc")
-        os._exit(store._owner_pid == os.getpid() or store._tables != tables)
-    return pid
-
-
 def test_arrays_are_those_of_the_store() -> None:
     """What stands before the store changes nothing."""
     store = SharedFileStore(MB)
@@ -251,20 +220,3 @@ def test_arrays_are_those_of_the_store() -> None:
     stored = found.get(key_of(1))
     assert stored is not None
     assert np.array_equal(stored.array, array_of(1))
-
-
-def test_without_shared_memory_files_are_decoded_each_time(photos: Path, monkeypatch: Any) -> None:
-    """The samples are right, and nothing is held; filling ends."""
-    monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
-    monkeypatch.setattr(file_cache, "_stores", {})
-    paths = sorted(photos.rglob("*.jpg"))
-    source = Made(lambda index: np.asarray(Image.open(paths[index])), len(paths))
-    ds = CachedDataset(source, by="file")
-    assert ds.fill(0, progress=False) == CacheInfo(len(paths), 0, 0, 0, "files")
-    assert all(np.array_equal(ds[index], source[index]) for index in range(len(paths)))
-
-
-def test_a_dataset_by_file_names_its_cache(monkeypatch: Any) -> None:
-    """Its text does not say that there is none."""
-    monkeypatch.setattr(file_cache, "_stores", {})
-    assert repr(CachedDataset([1, 2], by="file")) == "CachedDataset(list of 2 samples, RememberedFiles)"
