@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (2036, 1050),
     "workers": (2034, 1150),
     "batch": (1466, 800),
-    "cache": (5210, 2600),
+    "cache": (4980, 2600),
     "readers": (2251, 1200),
     "images": (850, 600),
     "augmentation": (519, 800),

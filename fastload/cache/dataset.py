@@ -112,11 +112,11 @@ class CachedDataset(Dataset[Any]):
             with the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and
             torch's Subset of one) are shared without a key. Of any other dataset, each rank has its own
             cache.
-        max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
+        max_memory: The limit for a cache in RAM: `"auto"` (70% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
             host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
-            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            says so, while others leave less than 30% of that memory free (a twentieth, if you set a
             limit).
 
     Attributes:
