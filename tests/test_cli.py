@@ -715,14 +715,27 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     assert not dest.exists()
 
 
-def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
-    """Nor the other way around, and a finished cache of samples is left alone."""
+@pytest.mark.usefixtures("settled")
+def test_images_that_cannot_be_decoded_are_skipped_by_file(tmp_path: Path) -> None:
+    """And named, within --max-errors; without --on-error skip they end the build."""
+    root, dest = images(tmp_path / "photos", "a/1.png", "b/3.png"), tmp_path / "files"
+    (root / "b" / "2.png").write_bytes(b"no image")
+    assert "2.png" in told("build", root, dest, "--by", "file", "--num-workers", "0", code=1)["error"]
+    options = ("--by", "file", "--on-error", "skip", "--max-errors", "1")
+    assert told("build", root, dest, *options, "--num-workers", "2")["num_pixels"] == 2
+
+
+def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path, monkeypatch: Any) -> None:
+    """Nor the other way around, and a finished cache of samples is left alone. No cache is not filled."""
     root = images(tmp_path / "photos", "a/1.png")
     for options in (("--size", "8"), ("--strict",), ("--no-wait",)):
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
     assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
+    monkeypatch.setenv("FASTLOAD_CACHE", "off")
+    assert "unset it" in told("build", root, tmp_path / "files", "--by", "file", code=2)["error"]
+    assert not (tmp_path / "files").exists()
     assert told("verify", samples)["num_damaged"] == 0
 
 

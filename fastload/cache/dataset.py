@@ -15,12 +15,10 @@ with an empty cache in RAM. Rules:
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import operator
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -32,11 +30,11 @@ from fastload.cache.no_cache import NoCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.images.encoded import decoded
-from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
+from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
-from fastload.system.checks import as_path, check_arguments, one_of
+from fastload.system.checks import as_path
 from fastload.system.logs import log
 from fastload.system.notes import add_note, suggest_arguments
 
@@ -68,10 +66,10 @@ class CacheInfo:
 
     Attributes:
         num_samples: Number of samples of the dataset.
-        num_cached: Samples stored now; of a cache by file, the decoded files of all datasets.
+        num_cached: Samples stored now.
         nbytes: Their size in bytes.
         max_bytes: The limit for `nbytes`; None for a finished file.
-        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, `"none"`, or `"files"` by file.
+        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, or `"none"`.
     """
 
     num_samples: int
@@ -102,8 +100,8 @@ class CachedDataset(Dataset[Any]):
             torchvision's v2 (it gets the whole sample). It gets private copies, and can write to them. A
             pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
             copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist, see `build`; if another
-            process builds it, this one waits), `"lmdb:s3://..."` or
+        cache: `"ram"`, `"ram:32G"` (with this `max_memory`), `"lmdb:PATH"` (built now if PATH does not exist,
+            see `build`; if another process builds it, this one waits), `"lmdb:s3://..."` or
             any other URL (downloaded once per host; `fastload cache build` must have built it), or a cache
             object.
             None stores nothing, and reads the dataset every time; of an ImageFolder's JPEGs, only the region
@@ -114,18 +112,12 @@ class CachedDataset(Dataset[Any]):
             with the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and
             torch's Subset of one) are shared without a key. Of any other dataset, each rank has its own
             cache.
-        max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
+        max_memory: The limit for a cache in RAM: `"auto"` (70% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
             host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
-            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            says so, while others leave less than 30% of that memory free (a twentieth, if you set a
             limit).
-        by: What is cached: `"sample"`, samples before `transform`; or `"file"`, the decoded pixels of the
-            files that the dataset reads, as `cache="ram"` or `"lmdb:PATH"` of the loader does. By file, the
-            dataset can be random and can return anything, such as PIL images: its code runs in full on every
-            access, and its samples stay the same. None: by file if decoded files are at PATH; by sample if
-            `transform`, `pre_transform`, `cache_key` or another `cache` is given, or if no file was seen to
-            be decoded when three samples were read; else by file.
 
     Attributes:
         dataset: As given.
@@ -153,10 +145,8 @@ class CachedDataset(Dataset[Any]):
         pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
-        by: Literal["file", "sample"] | None = None,
     ) -> None:
         _check_map_style(dataset)
-        check_arguments({"by": by}, {"by": one_of(None, "file", "sample")})
         for role, function in (("transform", transform), ("pre_transform", pre_transform)):
             if function is not None:
                 check_callable(role, function)
@@ -167,34 +157,11 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         # Here: they import Pillow and LMDB.
-        from fastload.cache.file_cache import RememberedFiles, has_files
-        from fastload.cache.format.fingerprint import has_own_fingerprint
-        from fastload.cache.open_cache import CacheRequest, FilesSeenError, OpenedCache, open_cache
+        from fastload.cache.open_cache import CacheRequest, open_cache
 
-        if by is None and has_files(cache):
-            by = "file"
-        is_plain = cache == "ram" and pre_transform is None and cache_key is None
-        if by == "file" and (
-            pre_transform is not None or cache_key is not None or not isinstance(cache, str)
-        ):
-            raise ValueError(
-                'by="file" remembers decoded files, with cache="ram" or "lmdb:PATH": omit cache_key= and '
-                'pre_transform=, or cache whole samples, with by="sample"'
-            )
-        request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
-        # Samples with a fingerprint are known to be always the same, and faster from a cache of samples.
-        if by is None and is_plain and transform is None and not has_own_fingerprint(dataset):
-            request = dataclasses.replace(request, can_be_by_file=True)
-        try:
-            if by == "file":
-                raise FilesSeenError
-            opened = open_cache(cache, request)
-        except FilesSeenError:
-            files = RememberedFiles(len(dataset), max_memory, cast("str", cache))
-            opened = OpenedCache(files, dataset)
+        opened = open_cache(cache, CacheRequest(dataset, pre_transform, cache_key, max_memory))
         self.cache, self._source, self._holds_images = opened
-        self._files = self.cache if isinstance(self.cache, RememberedFiles) else None
-        self._stores = cache is not None and self._files is None
+        self._stores = cache is not None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
         self._watch = DrawWatch(self._source) if is_watched else None
         self._has_warned = False
@@ -278,8 +245,6 @@ class CachedDataset(Dataset[Any]):
         return {**vars(self), "_caller": None}
 
     def __len__(self) -> int:
-        if self._files is not None:  # samplers ask once an epoch, in the process that owns a loader of torch
-            self._files.poll()
         return self._num_samples
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -311,12 +276,7 @@ class CachedDataset(Dataset[Any]):
         # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a
         # copy.
         inner: Any = self.__dict__.get("dataset")
-        files: Any = self.__dict__.get("_files")
-        if files is not None and name == "__getitems__" and self.transform is None:
-            read = inner.__getitems__
-            return lambda indices: files.read(read, indices)
-        is_hidden = name in _NOT_FORWARDED and files is None
-        if inner is None or name.startswith("_") or is_hidden:
+        if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
             return getattr(inner, name)
@@ -336,9 +296,6 @@ class CachedDataset(Dataset[Any]):
             Exception: An error of the transform, with a note that describes its input.
         """
         transform = self.transform  # read once: other threads can set it
-        if self._files is not None:
-            read = functools.partial(self._files.read, self.dataset.__getitem__)
-            return read(index) if transform is None else self._caller_of(transform)(read, index)
         if transform is None:
             return private_copy(self._lend(index))
         return self._caller_of(transform)(self._view, index)
@@ -404,22 +361,11 @@ class CachedDataset(Dataset[Any]):
 
     def _store(self, index: int) -> bool:
         """Store a sample, unless it is random; returns whether it is stored now."""
-        if self._files is not None:
-            self._files.read(self._read_decoded, index)
-            return True
         sample, is_random = self.cache.get(index), False
         if sample is None:
             sample, is_random = self._read_and_store(index)
         # If another process held the lock meanwhile, this tries once more.
         return not is_random and self.cache.put(index, sample)
-
-    def _read_decoded(self, index: int) -> None:
-        """Read a sample, and load its images, which Pillow decodes only when they are used."""
-        from PIL import Image  # here: as in __init__
-
-        for leaf in leaves(self.dataset[index]):
-            if isinstance(leaf, Image.Image):
-                leaf.load()
 
     def _read_and_store(self, index: int) -> tuple[Any, bool]:
         """The sample from its source, and whether it is random, and so not stored."""
@@ -474,7 +420,7 @@ class CachedDataset(Dataset[Any]):
         expect(self._source, [position for position in positions if position not in self.cache])
 
     def _batch_source(self) -> BatchSource | None:
-        return self if self._files is None else None
+        return self
 
     @property
     def lend(self) -> Callable[[int], Any] | None:

@@ -5,171 +5,27 @@ The dataset's code runs in full on every access; see `fastload.readers`. Rules:
 1. It is active in the thread that reads a sample, and only while it reads. In worker processes the libraries
    stay met for good, elsewhere during a fetch.
 2. It pickles as a handle of the store, so all workers read and fill one store.
-3. Where the store will hold less than a quarter of what a loader reads, the loader stops storing before the
-   memory is used up in which the system keeps the encoded files: they take a fraction of their pixels.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
-import time
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.file_store import SharedFileStore, open_store
-from fastload.memory.segment import is_for_child
 from fastload.readers import patches
-from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
-from fastload.readers.front import NUM_EQUAL
+from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import DISK, check_cache
-from fastload.system.budget import check_memory, unused_bytes
-from fastload.system.cache_counts import cache_counts
+from fastload.system.budget import available_bytes
 from fastload.system.humanize import readable_size
-from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import SupportsIndex
-
-    import numpy.typing as npt
-
-    from fastload.readers.decode_cache import Stored
-
-_SMALL_SHARE = 0.25  # of what a loader reads; a store that holds less cannot make it much faster
-_ENCODED_SHARE = 0.125  # of the pixels' memory that encoded files take, about
-_VAIN_SHARE = 0.05
-_JUDGED_SHARE = 1 / 64  # of the limit; so much is stored before the rest is guessed
-_JUDGE_EVERY_S = 0.25
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[Callable[[], bool]]:
-    """Yields a function: has this thread decoded a file of a known format since? Nothing is remembered."""
-    counts = cache_counts
-    before = counts.hits, counts.misses, counts.reasons
-    counts.misses, counts.reasons = 0, Counter()
-    try:
-        with patches.installed(), DecodeCache(_Nothing(), verify_share=0).active():
-            yield lambda: counts.misses > counts.reasons[OTHER_FORMAT]
-    finally:
-        counts.hits, counts.misses, counts.reasons = before
-
-
-class _Nothing:
-    """A store that keeps nothing."""
-
-    def get(self, key: bytes) -> None:
-        """Nothing."""
-
-    def put(self, key: bytes, array: Any, note: Any) -> bool:
-        """False."""
-        return False
-
-    def has_room(self, nbytes: int) -> bool:
-        """False."""
-        return False
-
-
-class _UntilStopped:
-    """The store of a loader, until the loader is to store nothing more.
-
-    Args:
-        store: Where the files are.
-        loader: The number of the loader.
-    """
-
-    def __init__(self, store: SharedFileStore, loader: int) -> None:
-        self._store, self._loader = store, loader
-
-    def get(self, key: bytes) -> Stored | None:
-        """What is stored under a key, if anything."""
-        return self._store.get(key)
-
-    def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
-        """Store an array and a note of plain values; False if it does not."""
-        return not self._is_stopped and self._store.put(key, array, note)
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether it is worth preparing an array of this size."""
-        return not self._is_stopped and self._store.has_room(nbytes)
-
-    @property
-    def _is_stopped(self) -> bool:
-        return self._store.is_stopped(self._loader)
-
-
-class Forecast:
-    """How much of what a loader reads the store will hold, from the growth of the store in the first epoch.
-
-    Args:
-        store: Where the files are.
-        num_batches: Of an epoch; 0 if it is not known, so that nothing is judged.
-        num_ahead: The batches that workers read beside those that the caller has received, at most.
-        num_learning: The first batches, of which more is stored than of later ones (see `readers.front`).
-
-    Attributes:
-        is_stopped: Whether the loader is to store nothing more.
-        is_vain: Whether what it has stored is so little that the system makes more of the memory.
-        has_told: Whether a line has said how much is held.
-    """
-
-    def __init__(
-        self, store: SharedFileStore, num_batches: int, num_ahead: int, num_learning: int = 0
-    ) -> None:
-        self.is_stopped = self.is_vain = self.has_told = False
-        self._store = store
-        self._num_batches, self._num_ahead, self._num_learning = num_batches, num_ahead, num_learning
-        self._first: tuple[int, int] | None = None  # batches received and bytes stored at the first look
-        self._num_received = 0
-        self._all_bytes = 0.0  # what all files of an epoch take
-
-    def look(self, num_received: int) -> None:
-        """Judge what is stored by now.
-
-        Args:
-            num_received: The batches of this epoch that the caller has received.
-        """
-        stored_bytes, max_bytes = self._store.nbytes, self._store.max_bytes
-        has_ended = num_received < self._num_received
-        self._num_received = num_received
-        if has_ended or self._num_batches <= 0:
-            self._num_batches = 0  # the second epoch reads what is stored
-            return
-        if num_received < self._num_learning:
-            return
-        if self._first is None:
-            self._first = num_received, stored_bytes
-        stored_bytes -= self._first[1]
-        # Too many rather than too few: some of them are not stored yet.
-        num_begun = num_received - self._first[0] + self._num_ahead
-        self._all_bytes = max(self._all_bytes, stored_bytes / max(1, num_begun) * self._num_batches)
-        is_small = stored_bytes >= max_bytes * _JUDGED_SHARE and max_bytes < self._all_bytes * _SMALL_SHARE
-        if not is_small and not self.is_stopped:
-            return
-        spare_bytes = max(0.0, unused_bytes() - self._all_bytes * _ENCODED_SHARE)
-        if not spare_bytes and not self.is_stopped:
-            self.is_stopped = True
-            self.is_vain = stored_bytes < self._all_bytes * _VAIN_SHARE
-        if not self.has_told and num_begun > 4 * self._num_ahead:  # the guess is good enough to be told
-            self.has_told = True
-            held_bytes = min(max_bytes, stored_bytes + (0 if self.is_stopped else spare_bytes))
-            share = 0.0 if self.is_vain else held_bytes / self._all_bytes
-            log.warning(
-                "cache: the decoded files of an epoch take about %s, of which %.0f%% are remembered: expect "
-                "at most %.2f times the speed. The rest of the memory is left to the system, which keeps the "
-                "encoded files in it",
-                readable_size(int(self._all_bytes)),
-                100 * share,
-                1 / (1 - share),
-            )
+    from collections.abc import Iterator
 
 
 class FileCache:
@@ -177,57 +33,50 @@ class FileCache:
 
     Args:
         store: Where they are.
-        loader: The number of the loader; a new one if None.
 
     Attributes:
         store: As given.
-        forecast: How much of what the loader reads will be held, where its length is known.
     """
 
-    def __init__(self, store: SharedFileStore | DiskFileStore, loader: int | None = None) -> None:
+    def __init__(self, store: SharedFileStore | DiskFileStore) -> None:
         self.store = store
-        self.forecast: Forecast | None = None
-        self._loader = secrets.randbits(63) | 1 if loader is None else loader
-        self._look_at_s, self._has_let_go = 0.0, False
-        self._decode_cache = DecodeCache(
-            _UntilStopped(store, self._loader) if isinstance(store, SharedFileStore) else store
-        )
+        self._decode_cache = DecodeCache(store)
         _open_caches.add(self)
         weakref.finalize(self, _forget_uses).atexit = False
         patches.retain(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileCache, (self.store, self._loader)
+        return FileCache, (self.store,)
 
-    def expect(self, num_batches: int, batch_size: int | None, num_workers: int, num_ahead: int) -> None:
-        """Say in time if the store will hold a small part of an epoch; see `Forecast`.
+    def poll(self) -> None:
+        """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
+        self.store.poll()
 
-        Args:
-            num_batches: Of an epoch; 0 if it is not known.
-            batch_size: Of the loader; None if batches have no fixed size.
-            num_workers: Each of them learns by itself what is of use to be stored.
-            num_ahead: The batches that workers read beside those that the caller has received, at most.
-        """
-        num_learning = -(-NUM_EQUAL * max(1, num_workers) // (batch_size or 1))
-        if isinstance(self.store, SharedFileStore):
-            self.forecast = Forecast(self.store, num_batches, num_ahead, num_learning)
-
-    def poll(self, num_received: int = 0) -> None:
-        """Let the store replace what it let go of; the process that owns a loader calls it once a batch.
+    def shortage(self, num_refused: int) -> str | None:
+        """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
 
         Args:
-            num_received: The batches of this epoch that the caller has received.
+            num_refused: The results of decoding that had no room in an epoch.
         """
-        store, forecast = self.store, self.forecast
-        store.poll()
-        if forecast is not None and (now_s := time.monotonic()) >= self._look_at_s:
-            self._look_at_s = now_s + _JUDGE_EVERY_S
-            forecast.look(num_received)
-            if forecast.is_stopped and isinstance(store, SharedFileStore):
-                if forecast.is_vain and not self._has_let_go:
-                    self._has_let_go = True
-                    store.retire_own()
-                store.stop(self._loader)  # also in the tables that are new
+        store = self.store
+        if isinstance(store, DiskFileStore) or not store.is_short:
+            return None
+        num_files, nbytes = store.num_files, store.nbytes
+        what = f"{num_refused:,} decoded files had no room beside {num_files:,} in {readable_size(nbytes)}"
+        if not num_files:
+            return f"{what}, and are decoded on each access: raise the limit"
+        needed_bytes = nbytes + num_refused * nbytes // num_files
+        free_bytes = available_bytes() - reserve_bytes(nbytes) + nbytes
+        limit_gb = (
+            max(needed_bytes * 17 // 16, store.max_bytes) // 10**9 + 1
+        )  # tables are not filled to the end
+        advice = f'cache="ram:{limit_gb}G" would hold all'
+        if needed_bytes > free_bytes:
+            advice = f'of which {readable_size(free_bytes)} are free. cache="lmdb:PATH" keeps them on disk'
+        return (
+            f"{what}, and are decoded on each access. Together they take about "
+            f"{readable_size(needed_bytes)}: {advice}"
+        )
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -274,75 +123,6 @@ def _forget_uses() -> None:
             store.forget()
 
 
-class RememberedFiles(SampleCache):
-    """The cache of a `CachedDataset` by file.
-
-    Args:
-        num_samples: Of the dataset.
-        max_memory: As for `CachedDataset`.
-        cache: `"ram"`, or `"lmdb:PATH"`, to which `max_memory` does not apply.
-
-    Attributes:
-        max_memory: As given.
-        cache: As given.
-    """
-
-    layout = "files"
-
-    def __init__(self, num_samples: int, max_memory: str | float, cache: str = "ram") -> None:
-        check_memory(max_memory, name="max_memory")
-        self.num_samples = num_samples
-        self.max_memory, self.cache = max_memory, cache
-        self._files = FileCache(store_of_process(max_memory if cache == "ram" else check_cache(cache) or ""))
-        self.max_bytes = self._files.store.max_bytes
-        log.info("cache: %s", self.explain())
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if is_for_child():
-            return super().__reduce_ex__(protocol)
-        # This process then holds one store, however often it is unpickled.
-        return RememberedFiles, (self.num_samples, self.max_memory, self.cache)
-
-    def read(self, function: Callable[[Any], Any], index: Any) -> Any:
-        """What the dataset's ``function(index)`` returns."""
-        self.poll()
-        with self._files.reading():
-            return function(index)
-
-    @property
-    def num_cached(self) -> int:
-        """How many files are remembered, of all datasets."""
-        return self._files.store.num_files
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the files, of all datasets."""
-        return self._files.store.nbytes
-
-    def poll(self) -> None:
-        """As of `FileCache`, in the process that owns a loader; torch's loaders poll nothing."""
-        if self._files.store.is_owner:
-            self._files.poll()
-
-    def explain(self) -> str:
-        """What happens, and what is remembered."""
-        return self._files.explain()
-
-    def missing(self) -> npt.NDArray[np.intp]:
-        """All indices: what files a sample needs shows only when it is read."""
-        return np.arange(self.num_samples)
-
-    def __contains__(self, index: object) -> bool:
-        return False
-
-    def get(self, index: int) -> None:
-        """None: samples are not stored."""
-
-    def close(self) -> None:
-        """See `FileCache`."""
-        self._files.close()
-
-
 _stores: dict[str | float, SharedFileStore | DiskFileStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 
@@ -372,16 +152,6 @@ def store_of_process(place: str | float) -> SharedFileStore | DiskFileStore:
             else:
                 _stores[place] = open_store(place)
         return _stores[place]
-
-
-def has_files(cache: Any) -> bool:
-    """Whether `cache=` of a dataset names a directory of decoded files."""
-    if not isinstance(cache, str) or not cache.startswith(DISK):
-        return False
-    try:
-        return is_file_store((check_cache(cache) or "")[len(DISK) :])
-    except ValueError:  # a URL
-        return False
 
 
 def forget_stores() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -32,7 +33,6 @@ from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
 from fastload.cache.build.sources import MappedDataset, encoded_source
 from fastload.cache.disk.disk_store import is_file_store
-from fastload.cache.file_cache import listening
 from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
@@ -48,14 +48,10 @@ from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.transform import TransformCaller
-from fastload.errors import (
-    CacheMismatchError,
-    NondeterministicDatasetError,
-    SharedMemoryError,
-    UnsupportedSampleError,
-)
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, leaves
+from fastload.readers.request import check_cache
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
@@ -69,10 +65,6 @@ _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _VALUES = (bool, int, float, complex, str, bytes)
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
-
-
-class FilesSeenError(Exception):
-    """Samples come from files that a reader decodes, so they need not be cached themselves."""
 
 
 class OpenedCache(NamedTuple):
@@ -102,7 +94,6 @@ class CacheRequest:
     on_error: str = "raise"
     max_errors: int | float = 0.01
     wait: bool = True
-    can_be_by_file: bool = False  # raise FilesSeenError if a sample comes from a file that a reader decodes
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -138,21 +129,9 @@ class _Samples:
         return self.request.fingerprint
 
     def examine(self) -> list[Any]:
-        """Read a few samples, most of them twice, unless this was done before; see `probe`.
-
-        Raises:
-            FilesSeenError: The request can be served by file, and files were decoded.
-        """
+        """Read a few samples, most of them twice, unless this was done before; see `probe`."""
         if not self.is_examined and len(self):
-            can_be_by_file = self.request.can_be_by_file
-            with listening() if can_be_by_file else contextlib.nullcontext(lambda: False) as has_decoded:
-                try:
-                    self.examples = probe(self.source, look=self._look)
-                except (NondeterministicDatasetError, UnsupportedSampleError):
-                    if not has_decoded():
-                        raise
-                if has_decoded():
-                    raise FilesSeenError
+            self.examples = probe(self.source, look=self._look)
             self.is_examined = True
         return list(self.examples.values())
 
@@ -193,6 +172,10 @@ def open_cache(cache: str | SampleCache | None, request: CacheRequest) -> Opened
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
     """
+    if isinstance(cache, str) and cache.startswith("ram:"):
+        if request.max_memory != "auto":
+            raise ValueError(f"cache={cache!r} sets a limit, and so does max_memory=: pass one of them")
+        cache, request = "ram", dataclasses.replace(request, max_memory=check_cache(cache) or "auto")
     dataset, pre_transform = request.dataset, request.pre_transform
     check_memory(request.max_memory, name="max_memory")  # raises before anything is read
     check_key(request.key)
@@ -228,8 +211,6 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         )
         literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
-        if isinstance(cache, str) and cache.startswith("ram:"):
-            hint = f'for a limit, pass cache="ram", max_memory="{cache.removeprefix("ram:")}"'
         if cache == "ram-encoded":
             hint = (
                 "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in "
@@ -254,13 +235,13 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
         return _build_lmdb(samples, path)
     if is_file_store(path):
         raise CacheMismatchError(
-            f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
-            'cache=..., by="file"), or use a different path'
+            f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
+            f"cache={f'lmdb:{path}'!r}), or use a different path for the samples of CachedDataset"
         )
     return _checked_lmdb(samples, opened_lmdb(path))
 
 
-_USAGE = 'pass "ram", "lmdb:PATH", None or a cache object'
+_USAGE = 'pass "ram", "ram:32G", "lmdb:PATH", None or a cache object'
 
 
 # --- caches in RAM ---------------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
 from fastload.batch.source import inside_subsets
 from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
+from fastload.readers.decode_cache import FULL
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
 from fastload.system.logs import log, say_once
 
@@ -94,12 +93,6 @@ def file_cache_of(loader: Any) -> FileCache | None:
     state = state_of(loader)
     if state.file_cache is None:
         state.file_cache = open_file_cache(cache)
-        if not isinstance(loader.dataset, IterableDataset):
-            num_batches, num_workers = 0, loader.num_workers
-            with contextlib.suppress(Exception):  # a sampler without a length, or with one that fails
-                num_batches = len(loader)
-            num_ahead = num_workers * (loader.prefetch_factor or 0)
-            state.file_cache.expect(num_batches, loader.batch_size, num_workers, num_ahead)
         log.info("cache: %s", state.file_cache.explain())
     return state.file_cache
 
@@ -132,7 +125,7 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
 
 
 def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
-    """Warn of a cache that does not serve half of what a loader reads.
+    """Warn once of what has no room in a cache, and of one that does not serve half of what a loader reads.
 
     Judges what was read since it last judged: an epoch that has ended, or as many samples as the dataset has.
     So samplers without an end are judged, and iterators that are made and dropped are no epochs.
@@ -143,7 +136,7 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         has_ended: Whether an epoch has ended.
     """
     cache = state.file_cache
-    if cache is None or (cache.forecast is not None and cache.forecast.has_told):
+    if cache is None:
         return
     size = 0
     with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises
@@ -153,7 +146,14 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
     state.judged = counts
-    amounts = since.cache_hits, since.cache_misses, +since.miss_reasons
+    misses = +since.miss_reasons
+    # Of all samples, where this is a part of an epoch, or of the ranks.
+    num_refused = round(misses[FULL] * max(1.0, size / since.num_samples))
+    if num_refused and (line := cache.shortage(num_refused)) is not None:
+        del misses[FULL]
+        if not before.miss_reasons[FULL]:
+            log.warning("cache: %s", line)
+    amounts = since.cache_hits, since.cache_misses, misses
     why = reasons.complaint(type(dataset).__name__, *amounts, may_be_new=before.num_samples < max(1, size))
     if why is not None:
         say_once(f"cache: {why}")

@@ -103,7 +103,7 @@ class TorchIterator(EpochIterator):
 
     def _next_data(self) -> Any:
         if self.file_cache is not None:
-            self.file_cache.poll(self.cursor.num_received)
+            self.file_cache.poll()
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             if self.streams is not None:

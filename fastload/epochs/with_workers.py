@@ -218,7 +218,7 @@ class WorkerIterator(HostIterator):
                 "here with iter(loader)"
             )
         if self._file_cache is not None:
-            self._file_cache.poll(self._num_yielded)
+            self._file_cache.poll()
         with self.turn:
             return self._next_batch(must_wait=must_wait)
 

@@ -82,7 +82,7 @@ class LocalIterator(HostIterator):
 
     def _next_data(self) -> Any:
         if self._file_cache is not None:
-            self._file_cache.poll(self._num_yielded)
+            self._file_cache.poll()
         with self.turn:
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._raise_instead()

@@ -23,7 +23,7 @@ from fastload.system.limits import cgroup_directories, read_counter, read_text, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-AUTO_SHARE = 0.8  # of the free memory; the rest is for the model, the workers and the batches in flight
+AUTO_SHARE = 0.7  # of the free memory; the rest is for the model, the workers and the batches in flight
 # A cache that grows reads the free memory, which takes 0.4 ms, again after so many bytes, or so much time.
 _MAX_GROWTH_BYTES, _MIN_GROWTH_BYTES = 64 << 20, 1 << 20
 _CHECK_EVERY_S = 0.25
@@ -60,7 +60,7 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
     """Convert an amount of memory to bytes.
 
     Args:
-        amount: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
+        amount: `"auto"` (70% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
             40 * 2**30; the B may be omitted), or a float above 0 and up to 1 (a share of free memory).
         name: The name of the user's argument, for the error.
         available: Free bytes; read from the system if None.
@@ -84,7 +84,7 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
 
 
 def limit_bytes(amount: str | float, free_bytes: int) -> int:
-    """The limit for a cache: at most what is free; a fifth of limited address space is left to the program.
+    """The limit for a cache: at most what is free; 30% of limited address space is left to the program.
 
     Args:
         amount: As in `parse_memory`.

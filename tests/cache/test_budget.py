@@ -102,7 +102,7 @@ def test_without_proc_the_system_is_asked_itself(tmp_path: Any, monkeypatch: Any
 
 
 BUDGETS: Any = {
-    "auto": 8 * GB,
+    "auto": 7 * GB,
     0.5: 5 * GB,
     1.0: 10 * GB,
     12345: 12345,

@@ -20,7 +20,7 @@ from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheMismatchError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.memory import segment
 from fastload.system import locks
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, MixedImages
@@ -259,7 +259,7 @@ class Sized(Images):
 
 def test_an_attribute_of_the_dataset_inside_cannot_be_set_where_samples_are_cached() -> None:
     """The error says where to set it; names of no attribute, and of the class itself, can be set."""
-    ds = CachedDataset(CachedDataset(Sized(), by="sample"), by="sample")
+    ds = CachedDataset(CachedDataset(Sized()))
     for name in ("epoch", "handle", "num_samples"):
         with pytest.raises(AttributeError, match=rf"{name} is an attribute .* set dataset\.{name} of"):
             setattr(ds, name, 3)
@@ -270,15 +270,36 @@ def test_an_attribute_of_the_dataset_inside_cannot_be_set_where_samples_are_cach
             each.epoch = 3
 
 
+def test_a_limit_in_the_name_of_the_cache_is_that_of_a_loader() -> None:
+    """`cache="ram:3MB"` is `max_memory="3MB"`; one of them sets the limit."""
+    limits = [CachedDataset(Sized(), **options).cache_info().max_bytes for options in LIMITS]
+    assert limits[0] == limits[1] <= 3_000_000
+    with pytest.raises(ValueError, match="sets a limit, and so does max_memory="):
+        CachedDataset(Sized(), cache="ram:3MB", max_memory="3MB")
+    with pytest.raises(ValueError, match='an amount of memory after "ram:"'):
+        CachedDataset(Sized(), cache="ram:much")
+
+
+LIMITS: list[Any] = [{"cache": "ram:3MB"}, {"max_memory": "3MB"}]
+
+
+def test_a_random_dataset_is_sent_to_the_loader() -> None:
+    """Whose cache takes random datasets, also where a framework makes it."""
+    random = Made(lambda index: np.random.rand(2))
+    with pytest.raises(
+        NondeterministicDatasetError, match=r'DataLoader\(dataset, cache="ram"\), or fastload run --cache ram'
+    ):
+        CachedDataset(random)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("options", [{"by": "file"}, {"cache": None}], ids=str)
-def test_where_no_samples_are_stored_an_attribute_reaches_the_dataset(options: Any, num_workers: int) -> None:
+def test_where_no_samples_are_stored_an_attribute_reaches_the_dataset(num_workers: int) -> None:
     """Set between epochs, in copies, and in workers by worker_init_fn, as torch's loader does it."""
 
     def begin(_: int) -> None:
         torch.utils.data.get_worker_info().dataset.handle = 7
 
-    ds = CachedDataset(Sized(), **options)
+    ds = CachedDataset(Sized(), cache=None)
     loader = torch.utils.data.DataLoader(ds, 4, num_workers=num_workers, worker_init_fn=begin)
     for epoch in range(2):
         ds.epoch = epoch
@@ -291,7 +312,7 @@ def test_a_subclass_can_have_an_attribute_of_the_same_name() -> None:
 
     class Photos(CachedDataset):
         def __init__(self, epoch: int) -> None:
-            super().__init__(Sized(), by="sample")
+            super().__init__(Sized())
             self.epoch = epoch
 
     assert Photos(5).epoch == 5

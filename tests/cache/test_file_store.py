@@ -454,29 +454,27 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
     assert all(np.array_equal(array, array_of(number)) for number, array in held)
 
 
-@pytest.mark.parametrize("ending", ["kill", "forget"])
-def test_the_next_dataset_does_not_wait_for_one_without_a_loader(
-    ending: str, monkeypatch: Any, start: Any
-) -> None:
-    """If the process that used a table was killed, or has closed its loaders; a live one keeps its tables."""
-    monkeypatch.setattr(file_store, "_UNUSED_S", -1.0)
+def test_tables_of_a_live_loader_outlive_what_is_read_meanwhile(monkeypatch: Any) -> None:
+    """As a training's through a long validation; when the loaders have ended, they make room."""
     monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
-    job = start(opened, range(200))
-    stored = job.answer()
-    mine = shared()
-    assert job.ask(told, "right", range(200)) == stored
-    assert put(mine, range(1000, 1010)) == []
-    assert right(mine, stored) == stored
-    mine.forget()
-    held = [(number, mine.get(key_of(number)).array) for number in stored]  # type: ignore[union-attr]
-    mine.forget()
-    if ending == "kill":
-        job.kill()
-    else:
-        job.ask(SharedFileStore.forget)
-    assert len(put(mine, range(1000, 1200))) > 80
-    assert mine.nbytes <= MB
-    assert all(np.array_equal(array, array_of(number)) for number, array in held)
+    now_s = [time.monotonic()]
+    monkeypatch.setattr(file_store.time, "monotonic", lambda: now_s[0])
+    store = shared()
+    store.poll()
+    now_s[0] += 1
+    stored = put(store, range(200))
+    for _ in range(8):  # validation
+        now_s[0] += 200
+        store.poll()
+        assert put(store, range(1000, 1010)) == []
+    assert right(store, range(200)) == stored
+    store.poll()
+    store.forget()
+    now_s[0] += 301
+    store.poll()  # what begins to read is given the time to use what it finds
+    assert put(store, range(1000, 1010)) == []
+    now_s[0] += 301
+    assert len(put(store, range(1000, 1200))) > 80
 
 
 def test_what_begins_to_read_keeps_what_it_finds(monkeypatch: Any, start: Any) -> None:
@@ -486,21 +484,33 @@ def test_what_begins_to_read_keeps_what_it_finds(monkeypatch: Any, start: Any) -
     mine = shared()
     job.kill()
     for table in mine._tables:
-        table.arena.publish(file_table._USED_MS, 0)
+        for place in file_table._USED_MS:
+            table.arena.publish(place, 0)
     assert put(mine, range(1000, 1010)) == []
     mine.poll()
     assert right(mine, range(200)) == stored
 
 
 def test_workers_use_tables_for_their_owner(start: Any, monkeypatch: Any) -> None:
-    """When they have ended, its loader still reads the tables; when it has ended, nobody does."""
+    """When they have ended, its loader still reads the tables, for as long as it lives."""
+    monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
     owner = start(opened)
     owner.answer()
+    owner.ask(SharedFileStore.poll)
     owner.ask(use_in_worker)
-    mine = shared()
-    assert any(table.users for table in mine._tables)
-    owner.kill()
-    assert not any(table.users for table in mine._tables)
+    table = shared()._tables[0]
+    for has_loader in (True, False):
+        used_s = table.used_s
+        while time.monotonic() < used_s + 0.002:
+            pass
+        owner.ask(SharedFileStore.poll if has_loader else SharedFileStore.forget)
+        owner.ask(SharedFileStore.poll if has_loader else look)
+        assert (table.used_s > used_s) == has_loader
+
+
+def look(store: Any) -> None:
+    """Look without reading."""
+    store._look(time.monotonic())
 
 
 def use_in_worker(store: Any) -> None:
@@ -513,23 +523,6 @@ def use_in_worker(store: Any) -> None:
     os.waitpid(pid, 0)
 
 
-def test_who_polls_rarely_lets_all_go_at_once(monkeypatch: Any, start: Any) -> None:
-    """Once an epoch, under torch's loader; who polls at each batch lets tables go one by one."""
-    monkeypatch.setattr(file_store, "_UNUSED_S", -1.0)
-    for rare_s, num_left in ((1e9, 7), (-1.0, 0)):
-        monkeypatch.setattr(file_store, "_RARE_S", rare_s)
-        job = start(opened)
-        job.answer()
-        mine = shared()
-        mine.poll()
-        assert job.ask(told, "put", range(200))
-        job.kill()
-        before = {table.inode for table in mine._tables}
-        mine.poll()
-        assert len(before & {table.inode for table in mine._tables}) == num_left
-        mine.close()
-
-
 def test_what_is_in_use_is_not_retired() -> None:
     """Neither what is hit, nor what the loader that polls has stored, though it reads it late."""
     store = shared()
@@ -538,27 +531,6 @@ def test_what_is_in_use_is_not_retired() -> None:
         put(store, range(200, 240))
         store.poll()
     assert right(store, range(200)) == stored
-
-
-def test_dead_files_do_not_fill_the_store_for_good(monkeypatch: Any) -> None:
-    """A table of which most files are not asked for again goes, although some of them are."""
-    store = shared()
-    stored = put(store, range(200))
-    alive = stored[::5]
-    for _ in range(10):
-        assert right(store, alive) == alive
-    assert len(put(store, range(1000, 1080))) > 60
-
-
-def test_a_table_that_is_read_completely_stays() -> None:
-    """However often it is read, and although a part of it is read more often."""
-    store = shared()
-    stored = put(store, range(200))
-    for _ in range(12):
-        assert right(store, stored) == stored
-        assert right(store, stored[:10]) == stored[:10]
-        put(store, range(1000, 1020))
-    assert right(store, stored) == stored
 
 
 def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch: Any, caplog: Any) -> None:

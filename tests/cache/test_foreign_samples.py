@@ -88,7 +88,7 @@ def test_pil_images_are_converted(library: str, request: Any, cached: Any) -> No
     with pytest.raises(
         UnsupportedSampleError, match=r'image.*numpy.asarray.*DataLoader\(dataset, cache="ram"\)'
     ):
-        fastload.CachedDataset(source, by="sample")
+        fastload.CachedDataset(source)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
     assert_same_samples(cached(formatted)[3], formatted[3])
     transformed = rows.with_transform(lambda batch: {"pixels": [np.random.rand(2)]})
     with pytest.raises(NondeterministicDatasetError, match=r'\$\["pixels"\] differs'):
-        fastload.CachedDataset(transformed, by="sample")
+        fastload.CachedDataset(transformed)
 
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:

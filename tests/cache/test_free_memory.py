@@ -79,9 +79,9 @@ def assert_right(ds: CachedDataset, make: Callable[[int], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [uniform, ragged])
-@pytest.mark.parametrize("share", [0.75, 2.0])
+@pytest.mark.parametrize("share", [0.65, 2.0])
 @pytest.mark.parametrize("known", [False, True])
-def test_caches_that_are_made_before_they_fill_leave_a_fifth_free(
+def test_caches_that_are_made_before_they_fill_leave_30_percent_free(
     make: Any, share: float, known: bool, machine: Machine, caplog: Any
 ) -> None:
     """However many there are, shared with other jobs or not; each that stops early says so once."""
@@ -97,8 +97,8 @@ def test_caches_that_are_made_before_they_fill_leave_a_fifth_free(
     stopped = [message for message in caplog.messages if "when memory becomes free" in message]
 
     assert sum(info.max_bytes or 0 for info in infos) > 2 * machine.nbytes
-    assert 0.74 * machine.nbytes < stored_bytes < 0.82 * machine.nbytes
-    assert sets[0].cache_info().num_cached > 0.95 * min(share, 0.8) / share * num_samples
+    assert 0.64 * machine.nbytes < stored_bytes < 0.72 * machine.nbytes
+    assert sets[0].cache_info().num_cached > 0.95 * min(share, 0.7) / share * num_samples
     assert len(stopped) in ((2,) if share < 1 else (2, 3))
     for ds in sets:
         assert_right(ds, make)
@@ -126,7 +126,7 @@ def test_a_limit_that_the_user_set_is_followed_nearly_to_the_end(machine: Machin
     assert 0.02 * machine.nbytes < machine.free_bytes() < 0.08 * machine.nbytes
 
 
-@pytest.mark.parametrize(("max_memory", "share"), [("auto", 0.2), ("1GB", 0.05)])
+@pytest.mark.parametrize(("max_memory", "share"), [("auto", 0.3), ("1GB", 0.05)])
 def test_a_cache_object_leaves_as_much_free(max_memory: Any, share: float, machine: Machine) -> None:
     """Without a dataset that made it."""
     cache = SharedMemoryCache(300, [uniform(0)], max_memory=max_memory)

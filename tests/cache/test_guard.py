@@ -171,7 +171,7 @@ def test_a_dataset_with_a_state_is_refused_and_stays_as_it_was(numbers: Any, wra
         dataset = wrap(kind(numbers()))
         before = repr(getattr(dataset, "dataset", dataset))
         with pytest.raises(NondeterministicDatasetError, match=r"reading it changes.*its numbers"):
-            CachedDataset(dataset, by="sample")
+            CachedDataset(dataset)
         assert repr(getattr(dataset, "dataset", dataset)) == before
 
 

@@ -253,18 +253,6 @@ def test_copies_share_the_cache() -> None:
     assert deep.cache_info().num_cached == 8
 
 
-def test_a_pickle_by_file_loads_as_the_store_of_the_process(tmp_path: Path) -> None:
-    """However often it is loaded, the process holds one store."""
-    photos = make_photos(tmp_path / "photos")
-    ds = CachedDataset(fastload.ImageFolder(photos), by="file")
-    data = pickle.dumps(ds)
-    first, second = pickle.loads(data), pickle.loads(data)
-    first.fill(0, progress=False)
-    assert first.cache._files.store is second.cache._files.store is ds.cache._files.store
-    assert_same_samples([second[i] for i in range(4)], [ds.dataset[i] for i in range(4)])
-    assert (copy.copy(ds).cache is ds.cache, copy.deepcopy(ds).cache is ds.cache) == (True, True)
-
-
 def test_a_cache_loads_where_memfd_create_is_missing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """As on macOS: nothing is cached, one warning says so, and samples are right."""
     path = tmp_path / "checkpoint"

@@ -159,8 +159,8 @@ def test_ranks_divide_the_memory_among_private_caches(num_ranks: int, monkeypatc
     def limit(dataset: Images, max_memory: Any) -> Any:
         return CachedDataset(dataset, max_memory=max_memory).cache_info().max_bytes
 
-    assert limit(KnownImages(30), "auto") == 960 * MB
-    assert limit(Images(30), "auto") == 960 * MB // num_ranks
+    assert limit(KnownImages(30), "auto") == 840 * MB
+    assert limit(Images(30), "auto") == 840 * MB // num_ranks
     assert limit(Images(30), 0.5) == 600 * MB // num_ranks
     assert limit(Images(30), 400 * MB) == min(400, 1200 // num_ranks) * MB
 

@@ -30,7 +30,7 @@ def check(dataset, expected, **options):
 
 def refused(dataset, *words):
     try:
-        fastload.CachedDataset(dataset, cache="ram", by="sample")[0]
+        fastload.CachedDataset(dataset, cache="ram")[0]
     except TypeError as error:
         text = str(error) + " ".join(getattr(error, "__notes__", []))
         assert all(word in text for word in words), text
@@ -46,7 +46,7 @@ from torchvision.transforms import v2
 folder, steps = photos(20, 24, grey=5), [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
 refused(ImageFolder(folder, transform=v2.Compose(steps)), "as_subclass")
 images = ImageFolder(folder, transform=v2.Compose([*steps, v2.ToPureTensor()]))
-check(images, list(images), by="sample")
+check(images, list(images))
 """
 MONAI = """
 from monai.data import Dataset, MetaTensor

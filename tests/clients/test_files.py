@@ -42,11 +42,10 @@ class Losses:
     """The claims of each client."""
 
     script: ClassVar[str]  # its loader's last argument is `**options`
-    # Where a library makes the loader, no argument of fastload's can be given: "run", or a dataset "by file".
+    # Where a library makes the loader, no argument of fastload's can be given: "run".
     # Such a loader has no state of fastload's either, so that script does not resume.
     ways: ClassVar[tuple[str, ...]] = ("fastload", "ram", "lmdb", "run")
     replacements: ClassVar[Mapping[str, str]] = {}  # what a user changes beside the import
-    by_file: ClassVar[Mapping[str, str]] = {}  # a user's change for `CachedDataset`, which he iterates over
     seeding: ClassVar[str] = SAMPLE
     filled_after: ClassVar[int] = 1  # epochs; more, if samples read random files
     limit_s: ClassVar[float] = 300.0
@@ -56,11 +55,7 @@ class Losses:
         store, command = f"lmdb:{folder.parent / 'store'}", ("train.py",)
         caches = {"ram": ', cache="ram"', "lmdb": f', cache="{store}"'}
         script = changed(self.script, "torch")
-        if way.startswith("by file"):
-            on_disk = f'by="file", cache="{store}"' if way == "by file lmdb" else 'by="file"'
-            by_file = {old: new.replace('by="file"', on_disk) for old, new in self.by_file.items()}
-            script = changed(self.script, "fastload", by_file)
-        elif way.startswith("run"):
+        if way.startswith("run"):
             command = (*RUN, store if way == "run lmdb" else "ram", "train.py")
         elif way != "torch":
             replacements = {IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD, **self.replacements}
@@ -68,7 +63,7 @@ class Losses:
             script = changed(self.script, "fastload", replacements)
         variables = {"CLIENT_DATA": str(data), "FASTLOAD_VERIFY": "1", **settings}
         started = Started(script, folder, command=command, settings=variables)
-        return started.end(self.limit_s).check(None if way.startswith("by file") else way)
+        return started.end(self.limit_s).check(way)
 
     def test_losses_are_torchs(self, way: str, tmp_path: Path, torchs_losses: Any) -> None:
         """Batches and losses are equal, bit for bit; in the filled store nothing is decoded."""
@@ -77,7 +72,7 @@ class Losses:
 
         assert first.got("train") == expected
         assert len(expected) > 100
-        is_counted = way not in ("fastload", "by file", "by file lmdb")  # torch's loaders count no decodes
+        is_counted = way != "fastload"
         if is_counted:
             decoded = [json.loads(counts) for counts in first.got("decoded")]
             assert decoded[0][0] > 0
@@ -371,11 +366,7 @@ if __name__ == "__main__":
         fit(loader, lambda batch: batch[0])
 """
     )
-    ways = ("run", "run lmdb", "by file", "by file lmdb")
-    by_file: ClassVar[dict[str, str]] = {
-        "            dataset,\n": '            fastload.CachedDataset(dataset, by="file"),\n',
-        "from timm.data": "import fastload\nfrom timm.data",
-    }
+    ways = ("run", "run lmdb")
 
 
 class TestTrainer(Losses):
@@ -430,11 +421,7 @@ if __name__ == "__main__":
 """
     )
     script = "import json\n" + script.lstrip()
-    ways = ("run", "run lmdb", "by file", "by file lmdb")
-    by_file: ClassVar[dict[str, str]] = {
-        "train_dataset=dataset": 'train_dataset=fastload.CachedDataset(dataset, by="file")',
-        "import json\n": "import json\nimport fastload\n",
-    }
+    ways = ("run", "run lmdb")
 
 
 LOOP = "        fit(DataLoader(dataset, batch_size=4, shuffle=True, **options), lambda batch: batch[0])\n"
@@ -547,8 +534,4 @@ class TestUltralyticsWithItsOwnLoader(Losses):
         "DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=dataset.collate_fn, **options)",
         'build_dataloader(dataset, 4, options["num_workers"], device="cpu")',
     )
-    ways = ("run", "run lmdb", "by file", "by file lmdb")
-    by_file: ClassVar[dict[str, str]] = {
-        "build_dataloader(dataset,": 'build_dataloader(fastload.CachedDataset(dataset, by="file"),',
-        "from torch.utils": "import fastload\nfrom torch.utils",
-    }
+    ways = ("run", "run lmdb")

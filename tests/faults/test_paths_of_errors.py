@@ -80,7 +80,7 @@ def test_a_folder_of_images(photos: Path, make: Any, mode: str, cache: str | Non
 
 def test_a_cache_that_is_filled(photos: Path) -> None:
     """It reports the path, whether it skips the sample or raises."""
-    folder = fastload.CachedDataset(Folder(photos), cache="ram", by="sample")
+    folder = fastload.CachedDataset(Folder(photos), cache="ram")
     with pytest.raises(fastload.errors.TooManyFailuresError, match=f"{CUT}.jpg"):
         folder.fill(num_workers=0, progress=False, on_error="skip", max_errors=0)
     with pytest.raises(OSError, match="truncated") as caught:

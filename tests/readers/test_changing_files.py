@@ -119,7 +119,7 @@ def test_every_value_is_that_of_a_fresh_decode(
     monkeypatch.setenv(VERIFY_VARIABLE, str(seed % 2))
     monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
     monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
-    monkeypatch.setattr(file_store, "_UNUSED_S", 0.0)
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
     for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
         monkeypatch.setattr(file_store, name, 0.0)
     rng = random.Random(seed)

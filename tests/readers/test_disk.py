@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import random
 import shutil
 import signal
 import subprocess
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 import torch.utils.data as tud
 from PIL import Image
 
@@ -39,7 +36,6 @@ from tests.readers.test_loader import (
     check_threads,
     epochs,
     folder,
-    plain,
     settled,
 )
 
@@ -390,57 +386,21 @@ def test_the_parent_of_the_directory_must_exist(folder: Path, tmp_path: Path) ->
     assert not (tmp_path / "nvme").exists()
 
 
-# --- CachedDataset ----------------------------------------------------------------------------------------
+# --- the other kind of cache ------------------------------------------------------------------------------
 
 
-class TestByFile:
-    """CachedDataset(dataset, cache="lmdb:PATH", by="file")."""
-
-    def test_samples_are_those_of_the_dataset(self, folder: Path, cache: str) -> None:
-        """With workers of torch's loader, of every start method; a fill stores all."""
-        dataset = fastload.CachedDataset(Photos(folder), cache=cache, by="file")
-        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "shuffle": True}
-        expected = epochs(tud.DataLoader(Photos(folder), 4, **options))
-        assert epochs(tud.DataLoader(dataset, 4, **options)) == expected
-        assert dataset.cache_info().num_cached == SIZE
-        assert dataset.fill(1, progress=False).num_cached == SIZE
-        dataset.cache.close()
-
-    def test_decoded_files_at_the_path_are_found(self, folder: Path, cache: str) -> None:
-        """Without `by`; a path where nothing is yet means samples, as before."""
-        fastload.CachedDataset(Photos(folder), cache=cache, by="file").fill(0, progress=False)
-        forget_stores()
-        dataset = fastload.CachedDataset(Photos(folder), len, cache=cache)
-        assert (dataset.cache.layout, dataset[3]) == ("files", 3)
-        assert cache.removeprefix("lmdb:") in dataset.explain()
-        dataset.cache.close()
-
-    def test_it_pickles_as_its_path(self, folder: Path, cache: str) -> None:
-        """In a checkpoint, say."""
-        dataset = fastload.CachedDataset(Photos(folder), cache=cache, by="file")
-        again = pickle.loads(pickle.dumps(dataset))
-        random.seed(1)
-        torch.manual_seed(1)
-        first = again[2]
-        random.seed(1)
-        torch.manual_seed(1)
-        assert plain(first) == plain(Photos(folder)[2])
-        assert store_at(cache).num_files == 1
-        for one in (dataset, again):
-            one.cache.close()
-
-    @pytest.mark.parametrize("options", [{"cache_key": "key"}, {"pre_transform": len}, {"cache": None}])
-    def test_what_it_cannot_do_is_an_error(self, options: Any, folder: Path, cache: str) -> None:
-        """It says what it can."""
-        with pytest.raises(ValueError, match="by="):
-            fastload.CachedDataset(Photos(folder), **{"by": "file", "cache": cache, **options})
-
-    def test_samples_are_not_built_over_decoded_files(self, folder: Path, cache: str) -> None:
-        """by="sample" at such a path is an error, and nothing is lost."""
-        assert misses(Photos(folder), cache) == SIZE
-        with pytest.raises(CacheMismatchError, match="decoded files"):
-            fastload.CachedDataset(Photos(folder), cache=cache, by="sample")
-        assert misses(Photos(folder), cache) == 0
+def test_samples_and_decoded_files_do_not_mix(folder: Path, cache: str, tmp_path: Path) -> None:
+    """Each cache at the path of the other kind is an error that names the right door, and nothing is lost."""
+    assert misses(Photos(folder), cache) == SIZE
+    with pytest.raises(
+        CacheMismatchError, match=r"decoded files, not samples: .*DataLoader\(dataset, cache='lmdb:"
+    ):
+        fastload.CachedDataset(Photos(folder), cache=cache)
+    assert misses(Photos(folder), cache) == 0
+    samples = f"lmdb:{tmp_path}/samples"
+    fastload.CachedDataset(range(3), cache=samples).cache.close()
+    with pytest.raises(CacheMismatchError, match=r"cache of samples, read it with fastload\.CachedDataset"):
+        next(iter(fastload.DataLoader(Photos(folder), cache=samples)))
 
 
 # --- attacks on the memory that is read to ----------------------------------------------------------------

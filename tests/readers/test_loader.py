@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import os
-import pickle
 import random
 import subprocess
 import sys
@@ -23,9 +22,7 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
-from fastload.cache.file_cache import forget_stores
-from fastload.cache.ram import file_store
-from fastload.cache.ram.file_store import SharedFileStore, live_stores, retire_store
+from fastload.cache.ram.file_store import SharedFileStore
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
@@ -512,7 +509,7 @@ class TestExplain:
 
     def test_without_a_cache_of_its_own_it_says_what_the_dataset_caches(self, folder: Path) -> None:
         """A CachedDataset, also inside torch's Subset."""
-        dataset = fastload.CachedDataset(Bgr(folder), by="sample")
+        dataset = fastload.CachedDataset(Bgr(folder))
         assert f"3 of {SIZE} samples" in dataset.explain()  # those that the constructor reads
         for wrapped in (dataset, tud.Subset(dataset, [0, 1])):
             assert fastload.DataLoader(wrapped).explain() == f"cache of the dataset: {dataset.explain()}"
@@ -522,130 +519,3 @@ class TestExplain:
         """The reasons that readers count are those that explain() knows."""
         names = {NEW, FULL, UNUSUAL, SEVERAL_FRAMES, OTHER_FORMAT, *(reason.value for reason in Unknown)}
         assert len(reasons.report(0, len(names), dict.fromkeys(names, 1))) == 1 + len(names)
-
-
-class TestByFile:
-    """CachedDataset(dataset): by file where files are decoded."""
-
-    def test_random_datasets_are_cached(self, folder: Path) -> None:
-        """With workers of torch's loader, the samples are those of the dataset; nothing is decoded twice."""
-        dataset = fastload.CachedDataset(Photos(folder))
-        assert "on every access" in dataset.explain()
-        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "shuffle": True}
-        expected = epochs(tud.DataLoader(Photos(folder), 4, **options))
-        assert epochs(tud.DataLoader(dataset, 4, **options)) == expected
-        assert dataset.cache_info().num_cached == SIZE
-        dataset.cache.close()
-
-    @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
-    def test_torchs_loader_lets_go_and_stores_again(
-        self, options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """What was removed goes, and what takes its place outlives the workers of an epoch."""
-        monkeypatch.setattr(file_store, "_LOOK_EVERY_S", 0.0)
-        dataset = fastload.CachedDataset(Photos(folder))
-        loader: Any = tud.DataLoader(dataset, 4, **options)
-        list(loader)
-        assert dataset.cache_info().num_cached == SIZE
-        (listed,) = live_stores()
-        retire_store(listed["name"])
-        list(loader)
-        del loader
-        assert dataset.cache_info().num_cached == SIZE
-        (listed,) = live_stores()
-        assert listed["num_files"] == SIZE
-        dataset.cache.close()
-
-    def test_pil_images_come_as_they_are(self, folder: Path) -> None:
-        """Of the same type and content, opened or loaded."""
-
-        class Images(Photos):
-            def __getitem__(self, index: int) -> Any:
-                image = Image.open(self.paths[index])
-                return image, image.convert("RGB"), {"crop": image.crop((1, 1, 9, 9))}
-
-        dataset = fastload.CachedDataset(Images(folder))
-        for _ in range(2):
-            for fresh, cached in zip(Images(folder), dataset, strict=True):
-                pairs = [*zip(fresh[:2], cached[:2], strict=True), (fresh[2]["crop"], cached[2]["crop"])]
-                assert [type(one) for pair in pairs for one in pair] == [
-                    type(pair[0]) for pair in pairs for _ in pair
-                ]
-                assert all(one.tobytes() == other.tobytes() for one, other in pairs)
-        dataset.cache.close()
-
-    def test_a_transform_or_a_key_asks_for_samples(self, folder: Path) -> None:
-        """As do arrays in memory, a fingerprint, and by="sample"."""
-
-        class Still(Photos):
-            def __getitem__(self, index: int) -> Any:
-                return np.asarray(Image.open(self.paths[index]))
-
-        for options in ({"transform": len}, {"cache_key": "key"}, {"by": "sample"}, {"pre_transform": len}):
-            dataset = fastload.CachedDataset(Still(folder), **options)  # type: ignore[arg-type]
-            assert dataset.cache.layout != "files"
-            dataset.cache.close()
-        dataset = fastload.CachedDataset(Still(folder))
-        assert dataset.cache.layout == "files"
-        assert np.array_equal(dataset[1], Still(folder)[1])
-        dataset.cache.close()
-        with pytest.raises(ValueError, match="by="):
-            fastload.CachedDataset(Still(folder), by="file", cache_key="key")
-
-    def test_attributes_epochs_and_lists_of_samples_pass_through(self, folder: Path) -> None:
-        """The dataset's own set_epoch, state_dict and __getitems__ are used, as without a cache."""
-
-        class Own(Batched):
-            epoch = 0
-
-            def set_epoch(self, epoch: int) -> None:
-                self.epoch = epoch
-
-        dataset = fastload.CachedDataset(Own(folder))
-        dataset.set_epoch(3)
-        assert dataset.epoch == 3
-        assert len(dataset.__getitems__([1, 2])) == 2
-        assert not hasattr(fastload.CachedDataset(Photos(folder)), "__getitems__")
-        dataset.cache.close()
-
-    def test_fill_decodes_images_that_nobody_uses(self, folder: Path) -> None:
-        """A dataset that returns Pillow's images leaves their decoding to whoever uses them: a fill does."""
-
-        class Opened(Photos):
-            def __getitem__(self, index: int) -> Any:
-                image = Image.open(self.paths[index])
-                return {"image": image.convert("RGB") if index % 2 else image, "label": index}
-
-        dataset = fastload.CachedDataset(Opened(folder), by="file", max_memory="50MB")
-        assert dataset.fill(num_workers=0, progress=False).num_cached == SIZE
-        dataset.cache.close()
-        forget_stores()
-
-    def test_it_fills_and_pickles(self, folder: Path) -> None:
-        """fill() decodes all files, once; a pickle of a checkpoint is a dataset by file again."""
-        dataset = fastload.CachedDataset(Photos(folder), max_memory="50MB")
-        info = dataset.fill(num_workers=1, progress=False)
-        assert (info.num_cached, info.layout) == (SIZE, "files")
-        assert [dataset.cache.missing().tolist() for _ in range(2)] == [[*range(SIZE)]] * 2
-
-        class Counted(Bgr):
-            num_read = 0
-
-            def __getitem__(self, index: int) -> Any:
-                type(self).num_read += 1
-                return super().__getitem__(index)
-
-        counted = fastload.CachedDataset(Counted(folder), by="file")
-        counted.fill(num_workers=0, progress=False)
-        assert Counted.num_read == SIZE
-        again = pickle.loads(pickle.dumps(dataset))
-        assert again.cache.layout == "files"
-        random.seed(1)
-        torch.manual_seed(1)
-        first = again[2]
-        random.seed(1)
-        torch.manual_seed(1)
-        assert plain(first) == plain(Photos(folder)[2])
-        for one in (dataset, again, counted):
-            one.cache.close()
-        forget_stores()

@@ -31,7 +31,7 @@ class OpenFiles(Memo):
 
 memo = Memo()
 try:
-    fastload.CachedDataset(memo, by="sample")
+    fastload.CachedDataset(memo)
 except fastload.errors.NondeterministicDatasetError:
     assert memo.kept == {}  # what the check read is not what training gets
 else:

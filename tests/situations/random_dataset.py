@@ -29,7 +29,7 @@ draws = {
 for name, draw in draws.items():
     dataset = Random(draw)
     try:
-        cached = fastload.CachedDataset(dataset, by="sample")
+        cached = fastload.CachedDataset(dataset)
     except fastload.errors.NondeterministicDatasetError as error:
         assert "transform" in str(error)
     else:  # no sample that was looked at draws; those that do are never kept

@@ -1,4 +1,4 @@
-"""Fills a cache in RAM before training: reads all missing samples in parallel.
+"""Fills a cache before training: in RAM with all missing samples, on disk with the files of a dataset.
 
 Workers read samples through the dataset, store them, and return only how many they stored. Other users of the
 cache are not disturbed meanwhile.
@@ -15,14 +15,16 @@ from fastload.batch.failures import FailedSample, check_left_out, check_max_erro
 from fastload.batch.source import expect_tasks
 from fastload.cache.build import processes
 from fastload.cache.build.tasks import Failure
+from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.format.progress import BuildProgress
 from fastload.errors import UnsupportedSampleError
+from fastload.nested.tree import leaves
 from fastload.system.checks import check_arguments, one_of
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from fastload.cache.format.sample_cache import SampleCache
 
@@ -107,6 +109,30 @@ def fill(
         text = "cache: %d of %d samples could not be read, and are left out: %s"
         log.warning(text, len(unreadable), num_samples, listed)
     log.info("cache: filled: %s", _held(cache))
+
+
+def fill_files(path: str, loader: Iterable[int], num_samples: int, *, shown: bool) -> None:
+    """Read an epoch of a loader with ``cache="lmdb:PATH"`` and `decode_images`, and show the progress.
+
+    Raises:
+        CacheMismatchError: Something else is at the path.
+    """
+    store = DiskFileStore(path)
+    with BuildProgress(f"filling {path}", num_samples, shown=shown) as progress:
+        nbytes = store.nbytes
+        for num_read in loader:
+            nbytes, before = store.nbytes, nbytes
+            progress.advance(nbytes - before, num_read)
+
+
+def decode_images(samples: list[Any]) -> int:
+    """Decode the images in samples, which Pillow leaves to whoever uses them; how many samples there are."""
+    from PIL import Image  # here: the loader of other datasets does not need it
+
+    for leaf in leaves(samples):
+        if isinstance(leaf, Image.Image):
+            leaf.load()
+    return len(samples)
 
 
 def _held(cache: SampleCache) -> str:

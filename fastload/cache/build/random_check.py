@@ -180,7 +180,7 @@ def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> No
     raise NondeterministicDatasetError(
         f"{type(of_user).__name__}[{index}]{after} {problem}{source}. A cache would freeze one draw. {cure}, "
         "which runs on every access"
-        '; or cache files instead of samples: DataLoader(dataset, cache="ram")'
+        '; or cache files instead of samples: DataLoader(dataset, cache="ram"), or fastload run --cache ram'
         f"{advice}"
     )
 

@@ -10,9 +10,9 @@ the `registry`. Rules:
    needs: a value that is larger than a table gets one of its own.
 3. The tables that a process sees stay together within its own limit, so the largest limit of all processes
    holds, and each one watches the free memory of the machine while it fills a table.
-4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that no live process with a
-   loader has used, one that nobody used for minutes, or one of which most files were not asked for again.
-   Each process lets go of it soon.
+4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that nobody hit for five
+   minutes, and that no live loader of the process that needs the room has used. Each process lets go of it
+   soon.
 5. Processes that could see other files under the same names have stores of their own: other users, machines,
    PID and mount namespaces, and root directories.
 """
@@ -38,7 +38,6 @@ from fastload.cache.ram.file_table import (
     encode,
     home_and_tag,
     table_bytes_for,
-    this_process,
 )
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
@@ -55,20 +54,17 @@ if TYPE_CHECKING:
     from fastload.memory.segment import Segment
     from fastload.readers.decode_cache import Stored
 
-_FORMAT = 1  # of tables and records
+_FORMAT = 2  # of tables and records
 NAME_PREFIX = "files-"
 _NUM_TABLES = 8  # that share the limit
 _MIN_TABLE_BYTES = 64 << 20
 _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is left
 _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
-_GROW_WAIT_S, _GROW_MAX_WAIT_S = 1.0, 60.0  # after a vain attempt, and after many
+_GROW_WAIT_S = 1.0  # after a vain attempt
 _REFUSE_S = 0.1
-_RARE_S = 5.0  # who polls less often does not have the time to let tables go one by one
 _HOLD_EVERY_S = 0.5
-# A table that nobody used for so long makes room for others: validation can take minutes. If no process that
-# used it has a loader now, what begins to read is given the time to use it.
-_IDLE_S, _UNUSED_S = 300.0, 10.0
+_IDLE_S = 300.0
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
 
 
@@ -114,14 +110,12 @@ class SharedFileStore:
     def _prepare(self, max_memory: str | float, name: str) -> None:
         self._max_memory, self._name = max_memory, name
         self.max_bytes = self._reserved_bytes = self._table_bytes = 0
-        self._owner_pid = self._user = 0  # the process that makes tables
-        self._began_s: float | None = None  # when it began to read files
-        self._polled_s = float("inf")
+        self._owner_pid = 0  # the process that makes tables
+        self._began_s: float | None = None  # when the first of its live loaders began to read
         self._tables: tuple[FileTable, ...] = ()  # the oldest first
         self._changed_ns: int | None = None  # of the registry, when it was looked at
         self._looked_s = self._look_at_s = self._grow_at_s = 0.0
-        self._grow_wait_s = _GROW_WAIT_S
-        self._is_closed = self._is_full = False
+        self._is_closed = False
         self._refused = 0, -_REFUSE_S  # the size of what had no room, and when
         self._locks: dict[int, threading.RLock] = {}  # by process: a fork can copy a held one
 
@@ -129,7 +123,7 @@ class SharedFileStore:
         if not segment.is_for_child():
             return open_store, (self._max_memory,)
         segments = [table.arena.segment for table in self._tables]
-        limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._user
+        limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._owner_pid
         return _unpickle, (segments, self._max_memory, self._name, limits)
 
     # --- properties --------------------------------------------------------------------------------------
@@ -200,29 +194,14 @@ class SharedFileStore:
             tables[-1].ask_for_more(record.nbytes)
         return False
 
-    def stop(self, loader: int) -> None:
-        """Let `is_stopped` be true for a loader, a number, in all processes."""
-        for table in self._tables:
-            table.stop(loader)
-
-    def is_stopped(self, loader: int) -> bool:
-        """Whether a loader is to store nothing more."""
-        return bool(self._tables) and self._tables[-1].is_stopped(loader)
-
-    def retire_own(self) -> None:
-        """Let go of the tables that no other process uses."""
-        for table in self._tables:
-            if table.users <= {self._user}:
-                table.retire()
-        self._look(time.monotonic())
-        self.poll()  # other loaders get new ones
+    @property
+    def is_short(self) -> bool:
+        """Whether something had no room."""
+        return bool(self._tables) and self._tables[-1].is_short
 
     def forget(self) -> None:
-        """Note that this process has no loader now; what only it has used can go."""
-        if self.is_owner:
-            self._began_s = None
-            for table in self._tables:
-                table.forget(self._user)
+        """Note that this process has no loader now; what only it has used can go, after a while."""
+        self._began_s = None
 
     def close(self) -> None:
         """Let go of all tables; all later reads are misses. Arrays that were handed out stay valid."""
@@ -248,12 +227,11 @@ class SharedFileStore:
                 self._register(table)
         if is_in_use and self._began_s is None:
             self._began_s = now_s
-        is_rare, self._polled_s = now_s - self._polled_s > _RARE_S, now_s
         if now_s >= self._look_at_s:
             self._look(now_s)
         tables = self._tables
         if (not tables or (is_in_use and tables[-1].is_short)) and now_s >= self._grow_at_s:
-            self._grow(now_s, is_rare=is_rare)
+            self._grow(now_s)
 
     @property
     def is_owner(self) -> bool:
@@ -261,7 +239,7 @@ class SharedFileStore:
         return self._owner_pid == os.getpid()
 
     def _own(self) -> None:
-        self._owner_pid, self._user, self._began_s = os.getpid(), this_process(), None
+        self._owner_pid, self._began_s = os.getpid(), None
 
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
@@ -279,7 +257,7 @@ class SharedFileStore:
                 self._changed_ns = changed_ns if is_old else 0
                 tables += self._attach(tables)
             for table in tables:
-                table.touch(now_s, self._user, is_worker=not self.is_owner)
+                table.touch(now_s, self._owner_pid, self._began_s if self.is_owner else None)
             self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
         finally:
             self._lock().release()
@@ -337,12 +315,11 @@ class SharedFileStore:
     def _room_bytes(self) -> int:
         return self.max_bytes - sum(table.max_bytes for table in self._tables)
 
-    def _grow(self, now_s: float, *, is_rare: bool) -> None:
+    def _grow(self, now_s: float) -> None:
         """Make a table unless another process just did; if the limit is reached, in place of another one."""
         if not self._lock().acquire(blocking=False):
             return
-        self._grow_at_s = now_s + self._grow_wait_s
-        self._grow_wait_s = min(2 * self._grow_wait_s, _GROW_MAX_WAIT_S)
+        self._grow_at_s = now_s + _GROW_WAIT_S
         try:
             with registry.creating(wait_s=0.0) as is_alone:
                 self._look(now_s)
@@ -350,14 +327,13 @@ class SharedFileStore:
                 if not is_alone or (self._tables and not self._tables[-1].is_short):
                     return
                 needed_bytes = self._needed_bytes()
-                if (going := self._to_retire(now_s, needed_bytes, is_rare=is_rare)) is None:
-                    self._log_full()
+                if (going := self._to_retire(now_s, needed_bytes)) is None:
                     return
                 for table in going:
                     table.retire()
                 self._tables = tuple(table for table in self._tables if table not in going)
                 if self._make_tables(needed_bytes):
-                    self._grow_at_s, self._grow_wait_s, self._is_full = 0.0, _GROW_WAIT_S, False
+                    self._grow_at_s = 0.0
         except SharedMemoryError as error:
             log.info("cache: no further table of decoded files: %s", str(error))
         finally:
@@ -369,13 +345,13 @@ class SharedFileStore:
         wanted_bytes = self._tables[-1].wanted_bytes if self._tables else 0
         return max(least_bytes, table_bytes_for(wanted_bytes) if wanted_bytes else 0)
 
-    def _to_retire(self, now_s: float, needed_bytes: int, *, is_rare: bool) -> list[FileTable] | None:
-        """The tables that go: enough for a new one, or all that can, if it is asked rarely; None: too few."""
+    def _to_retire(self, now_s: float, needed_bytes: int) -> list[FileTable] | None:
+        """The tables that go, enough for a new one; None if too few can."""
         going: list[FileTable] = []
         room_bytes = self._room_bytes
         is_tight = bool(self._tables) and unused_bytes() < self._reserved_bytes
         for table in self._candidates(now_s, has_large=needed_bytes > self._table_bytes):
-            if not is_rare and room_bytes >= needed_bytes and (going or not is_tight):
+            if room_bytes >= needed_bytes and (going or not is_tight):
                 break
             going.append(table)
             room_bytes += table.max_bytes
@@ -388,15 +364,8 @@ class SharedFileStore:
         yield from empty
         began_s = now_s if self._began_s is None else self._began_s
         for table in tables:
-            idle_s = now_s - max(table.used_s, began_s)
-            is_idle = idle_s > _IDLE_S or (idle_s > _UNUSED_S and not table.users)
-            if table not in empty and (is_idle or table.is_mostly_unused()):
+            if table not in empty and now_s - max(table.used_s, began_s) > _IDLE_S:
                 yield table
-
-    def _log_full(self) -> None:
-        if not self._is_full:
-            self._is_full = True
-            log.info("cache: the store of decoded files is full, and all of it is in use: %s", self.explain())
 
 
 def _unpickle(
@@ -405,7 +374,7 @@ def _unpickle(
     """The store in a worker process; closed if its limit is 0, because the system has no shared memory."""
     store = SharedFileStore.__new__(SharedFileStore)
     store._prepare(max_memory, name)
-    store.max_bytes, store._reserved_bytes, store._table_bytes, store._user = limits
+    store.max_bytes, store._reserved_bytes, store._table_bytes, store._owner_pid = limits
     tables = (FileTable(each) for each in segments if each.fd >= 0)
     store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
     if not store.max_bytes:

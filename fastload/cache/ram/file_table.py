@@ -2,20 +2,19 @@
 
 In the space of the segment (see `arena`):
 
-    words        64 words of 8 bytes: whether the table is retired, when it was used last, how often, what
-                 had no room; the processes that use it; the loaders that store nothing more
+    words        64 words of 8 bytes: whether the table is retired, what had no room, and when the loaders of
+                 each process have used it last (some processes share a word)
     levels       hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes
     records      the key, and a length; plain values as `marshal` writes them; the array, aligned to 64 bytes
 
-An entry is a tag of 23 bits of the key, a bit that is set at each hit, and the offset of the record in units
-of 64 bytes. The number of files is unknown, so the table grows: when half of a level's entries are taken, the
-next level, four times as large, takes the new ones. Nothing moves. Rules:
+An entry is a tag of 23 bits of the key, and the offset of the record in units of 64 bytes. The number of
+files is unknown, so the table grows: when half of a level's entries are taken, the next level, four times as
+large, takes the new ones. Nothing moves. Rules:
 
 1. The entry is a hint: the key in the record decides.
 2. An entry is taken under the lock on claims, and leads nowhere until its record is written. A writer that
    dies in between leaves the entry and the space, and nothing to repair.
 3. Two processes that decode the same file at the same time can both store it. Both records are right.
-4. Hits are counted without a lock, so some of them are lost. They decide what is kept, never what is read.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, round_up
 from fastload.readers.decode_cache import Stored
 from fastload.readers.identity import is_plain
-from fastload.system.linux import start_time
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
@@ -60,18 +58,15 @@ RECORD_BYTES = 512  # a table has entries for records of this size on average; s
 MIN_TABLE_BYTES = 1 << 20
 
 _KIND = "files"
-_RETIRED, _USED_MS, _HITS, _WANTED_BYTES = range(4)  # words
-_USERS, _STOPPED = range(8, 36), range(36, 64)  # words; two of the same place take turns
+_RETIRED, _WANTED_BYTES, _USED_MS = 0, 1, range(8, 64)  # words
 _NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
 _MAX_PROBES = 64
 _TAG_SHIFT = 41
-_HIT = 1 << 40
-_OFFSET_MASK = _HIT - 1
+_OFFSET_MASK = (1 << _TAG_SHIFT) - 1
 _TAKEN = 1  # the offset of an entry whose record is not written yet
 _HOME_MASK = (1 << 31) - 1
 _ENTRY_COST_BYTES = 64  # of a file in the levels, at most: a new level is touched long before it is full
 _TOUCH_EVERY_S = 5.0
-_ROUNDS = 8  # so many times each of the used files is read before the unused ones are counted
 
 _KEY = struct.Struct("<QQ")
 _HEAD = struct.Struct("<16sQ")  # key, length of the plain values
@@ -134,12 +129,6 @@ def decode(memory: memoryview, offset: int, key: bytes) -> Stored | None:
 
 
 # --- tables ----------------------------------------------------------------------------------------------
-
-
-def this_process() -> int:
-    """The number of this process, and of no other one since the machine was started."""
-    pid = os.getpid()
-    return (start_time(pid) or 0) % (1 << 32) << 32 | pid
 
 
 def table_bytes_for(nbytes: int) -> int:
@@ -236,7 +225,7 @@ class FileTable:
                 pass
             table = cls(segment, mapping)
             table.arena.leave_free(reserved_bytes)
-            table.arena.publish(_USED_MS, int(time.monotonic() * 1000))
+            table.arena.publish(_USED_MS[0], int(time.monotonic() * 1000))
         except (OSError, MemoryError) as error:
             segment.close()
             raise SharedMemoryError(f"a new shared segment cannot be locked or written: {error}") from error
@@ -263,20 +252,11 @@ class FileTable:
 
     def get(self, key: bytes, home: int, tag: int) -> Stored | None:
         """What is stored under a key, if anything; its home and tag are those of `home_and_tag`."""
-        found = self._search(key, home, tag)
-        if found is None:
-            return None
-        index, stored = found
-        with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
-            words, place = self.arena.words, TABLE_AT // ENTRY_BYTES + index
-            words[TABLE_AT // ENTRY_BYTES + _HITS] += 1
-            entry = words[place]
-            if not entry & _HIT:
-                words[place] = entry | _HIT  # its writer does not write it again
-        self._is_used = True
+        stored = self._search(key, home, tag)
+        self._is_used |= stored is not None
         return stored
 
-    def _search(self, key: bytes, home: int, tag: int) -> tuple[int, Stored] | None:
+    def _search(self, key: bytes, home: int, tag: int) -> Stored | None:
         if self._num_files[0] >= self._next_level_files:
             self._find_levels()
         entries = self._entries
@@ -287,7 +267,7 @@ class FileTable:
                     offset = (entry & _OFFSET_MASK) * ALIGNMENT_BYTES
                     # An address that depends on the entry is read after it (see `memory.memory_model`).
                     if offset >= self._plan.space_at and (stored := decode(self._memory, offset, key)):
-                        return first + place, stored
+                        return stored
                 place = (place + 1) & (size - 1)
         return None
 
@@ -365,48 +345,30 @@ class FileTable:
 
     # --- the life of a table -----------------------------------------------------------------------------
 
-    def touch(self, now_s: float, user: int, *, is_worker: bool) -> None:
-        """Note that this process, which reads files, has used the table; others then let it be.
+    def touch(self, now_s: float, owner_pid: int, began_s: float | None) -> None:
+        """Note that this process, which reads files, uses the table, if it does; others then let it be.
 
         Args:
             now_s: Of `time.monotonic`.
-            user: `this_process` of the one that owns the loader.
-            is_worker: What a worker has used, its loader reads again; others have to use it again.
+            owner_pid: Of the process that owns the loader.
+            began_s: When its loaders began to read: what was used since then, they read again. None: they
+                have ended, or this is a worker.
         """
-        if self._is_used and now_s >= self._touch_at_s:
-            self._touch_at_s, self._is_used = now_s + _TOUCH_EVERY_S, is_worker
-            self._set_word(_USERS[user % len(_USERS)], user)
-            self._set_word(_USED_MS, int(now_s * 1000))
+        place = _USED_MS[owner_pid % len(_USED_MS)]
+        is_kept = began_s is not None and self._entries[place] >= began_s * 1000
+        if (self._is_used or is_kept) and now_s >= self._touch_at_s:
+            self._touch_at_s, self._is_used = now_s + _TOUCH_EVERY_S, False
+            self._set_word(place, int(now_s * 1000))
 
     def _set_word(self, index: int, value: int) -> None:
         """Change a word that is only a hint; `create` has given them memory."""
         with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
             self.arena.words[TABLE_AT // ENTRY_BYTES + index] = value
 
-    def forget(self, user: int) -> None:
-        """Note that a process needs the table no more."""
-        self._is_used, self._touch_at_s = False, 0.0
-        if self._entries[place := _USERS[user % len(_USERS)]] == user:
-            self._set_word(place, 0)
-
-    @property
-    def users(self) -> set[int]:
-        """The live processes with loaders that have used it, as `this_process` numbers them."""
-        words = {user for user in self._entries[_USERS.start : _USERS.stop] if user}
-        return {user for user in words if (start_time(user % (1 << 32)) or -1) % (1 << 32) == user >> 32}
-
     @property
     def used_s(self) -> float:
-        """When a process read files last that has used the table, to a few seconds of `time.monotonic`."""
-        return float(self._entries[_USED_MS]) / 1000
-
-    def stop(self, loader: int) -> None:
-        """Let a loader, a number below 2 ** 64, store nothing more."""
-        self._set_word(_STOPPED[loader % len(_STOPPED)], loader)
-
-    def is_stopped(self, loader: int) -> bool:
-        """Whether `stop` was called for the loader."""
-        return bool(self._entries[_STOPPED[loader % len(_STOPPED)]] == loader)
+        """When a loader used the table last, to a few seconds of `time.monotonic`."""
+        return float(max(self._entries[_USED_MS.start : _USED_MS.stop])) / 1000
 
     @property
     def is_retired(self) -> bool:
@@ -416,23 +378,6 @@ class FileTable:
     def retire(self) -> None:
         """Let every process let go of it; the memory goes with the last one."""
         self._set_word(_RETIRED, 1)
-
-    def is_mostly_unused(self) -> bool:
-        """Whether less than half of the files were used while the others were used eight times on average.
-
-        Files that were replaced, and sizes that are not asked for again, leave such tables. If most files
-        were used, the count starts anew.
-        """
-        entries = self._used_entries()
-        used = np.flatnonzero(entries & _HIT)
-        if self._entries[_HITS] < _ROUNDS * max(1, len(used)):
-            return False
-        if 2 * len(used) < self._num_files[0]:
-            return True
-        words = np.frombuffer(self.arena.words, np.intp)[TABLE_AT // ENTRY_BYTES :]
-        words[_NUM_WORDS + used] &= ~_HIT  # their writers do not write them again
-        words[_HITS] = 0
-        return False
 
 
 def _log_stopped(_: int) -> None:

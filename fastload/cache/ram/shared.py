@@ -65,7 +65,7 @@ class SharedMemoryCache(SampleCache):
         examples: A few samples that are typical of the dataset, or none; they are not stored.
         max_memory: The limit, as in `parse_memory`.
         fingerprint: Of the samples, if other processes should find the cache.
-        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for a fifth of
+        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for 30% of
             what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:

@@ -1,0 +1,61 @@
+"""Files that have no room in `cache="ram"`: what the loader says of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import pytest
+
+import fastload
+from fastload.cache import file_cache
+from tests.kit.datasets import Made
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def images(tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """24 images of 270 kB, decoded on each access."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    paths = [str(tmp_path / f"{number}.png") for number in range(24)]
+    for number, path in enumerate(paths):
+        cv2.imwrite(path, np.full((300, 300, 3), number, np.uint8))
+    return Made(lambda index: cv2.imread(paths[index]), 24)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("part", [24, 8])
+def test_one_line_says_what_did_not_fit_and_which_limit_would_hold_it(
+    part: int, num_workers: int, images: Any, caplog: Any
+) -> None:
+    """After the first epoch, also of a part of the samples, as ranks read; later epochs say nothing."""
+    sampler = range(24 - part, 24)
+    with fastload.DataLoader(images, 4, cache="ram:2MB", sampler=sampler, num_workers=num_workers) as loader:
+        for _ in range(3):
+            list(loader)
+    (line,) = caplog.messages
+    num_refused, num_held = (int(word) for word in line.split() if word.isdigit())
+    assert num_held + (num_refused * part // 24) == part
+    assert 'cache="ram:1G" would hold all' in line
+    needed_kb = 1000 * float(line.split("take about ")[1].split()[0])
+    assert needed_kb == pytest.approx((num_held + num_refused) * 270, rel=0.1)
+
+
+def test_what_the_machine_cannot_hold_is_kept_on_disk(images: Any, caplog: Any, monkeypatch: Any) -> None:
+    """The line promises no memory that is not free."""
+    monkeypatch.setattr(file_cache, "available_bytes", lambda: 100_000)
+    with fastload.DataLoader(images, 4, cache="ram:2MB") as loader:
+        list(loader)
+    (line,) = caplog.messages
+    assert 'cache="lmdb:PATH" keeps them on disk' in line
+
+
+def test_where_all_fits_nothing_is_said(images: Any, caplog: Any) -> None:
+    """Neither of a store that is large enough."""
+    with fastload.DataLoader(images, 4, cache="ram:20MB") as loader:
+        for _ in range(2):
+            list(loader)
+    assert caplog.messages == []
