@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.profiling.line_sampler import is_own_code
 from fastload.profiling.spans import probe, size_of, this_thread
 from fastload.readers import identity
-from fastload.readers.patch import OPENED
+from fastload.readers.patch import OPENED, Method
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -157,6 +157,8 @@ class Probes:
                 if shown == LOAD:
                     key, sizes = _load_key, _size_of_loaded
                 probed = probe(_as_function(function), key, size_of=sizes)
+                if not callable(function):  # as of a reader, which compares what the class has
+                    probed = Method(probed, function.__get__(None, owner))
                 patches.append((owner, name, function, probed))
         patches += _transform_modules()
         for dataset in self._datasets:

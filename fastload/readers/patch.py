@@ -63,7 +63,7 @@ class Patch:
             return (
                 wrapper
                 if hasattr(wrapper, "__get__") and not callable(wrapper)
-                else _Method(functools.wraps(self.original)(wrapper), self.original)
+                else Method(functools.wraps(self.original)(wrapper), self.original)
             )
         return _Function(wrapper, self.original)
 
@@ -128,7 +128,7 @@ def _referrers(value: Any) -> list[Any]:
             gc.freeze()
 
 
-class _Method:
+class Method:
     """A method of a class; as an attribute of the class, it is the original."""
 
     def __init__(self, method: Callable[..., Any], original: Any) -> None:
