@@ -21,6 +21,7 @@ from fastload.cache.ram.file_store import SharedFileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import DISK, check_cache
+from fastload.readers.resizes import Resizes
 from fastload.system.budget import available_bytes
 from fastload.system.humanize import readable_size
 
@@ -33,24 +34,29 @@ class FileCache:
 
     Args:
         store: Where they are.
+        resizes: What the processes of the loader learn of resizes; nothing so far if None.
 
     Attributes:
         store: As given.
     """
 
-    def __init__(self, store: SharedFileStore | DiskFileStore) -> None:
+    def __init__(self, store: SharedFileStore | DiskFileStore, resizes: Resizes | None = None) -> None:
         self.store = store
-        self._decode_cache = DecodeCache(store)
+        self._decode_cache = DecodeCache(store, resizes=resizes or Resizes.shared())
         _open_caches.add(self)
         weakref.finalize(self, _forget_uses).atexit = False
         patches.retain(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileCache, (self.store,)
+        return FileCache, (self.store, self._decode_cache.resizes)
 
     def poll(self) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
         self.store.poll()
+
+    def end_epoch(self) -> None:
+        """Decide now what is stored of images that are resized first; see `Resizes.conclude`."""
+        self._decode_cache.resizes.conclude()
 
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
@@ -67,9 +73,8 @@ class FileCache:
             return f"{what}, and are decoded on each access: raise the limit"
         needed_bytes = nbytes + num_refused * nbytes // num_files
         free_bytes = available_bytes() - reserve_bytes(nbytes) + nbytes
-        limit_gb = (
-            max(needed_bytes * 17 // 16, store.max_bytes) // 10**9 + 1
-        )  # tables are not filled to the end
+        # Tables are not filled to the end.
+        limit_gb = max(needed_bytes * 17 // 16, store.max_bytes) // 10**9 + 1
         advice = f'cache="ram:{limit_gb}G" would hold all'
         if needed_bytes > free_bytes:
             advice = f'of which {readable_size(free_bytes)} are free. cache="lmdb:PATH" keeps them on disk'
@@ -95,9 +100,8 @@ class FileCache:
         if isinstance(store, DiskFileStore):
             limit = f"at {store.path}"
         elif nbytes > store.max_bytes:
-            limit = (
-                f"stored by jobs with a larger limit than the {readable_size(store.max_bytes)} of this one"
-            )
+            own = readable_size(store.max_bytes)
+            limit = f"stored by jobs with a larger limit than the {own} of this one"
         else:
             limit = f"at most {readable_size(store.max_bytes)}"
         return (

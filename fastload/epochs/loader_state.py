@@ -146,6 +146,7 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
     state.judged = counts
+    cache.end_epoch()
     misses = +since.miss_reasons
     # Of all samples, where this is a part of an epoch, or of the ranks.
     num_refused = round(misses[FULL] * max(1.0, size / since.num_samples))

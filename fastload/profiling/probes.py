@@ -195,15 +195,16 @@ def _size_of_loaded(_result: Any, image: Any) -> tuple[int, int]:
 
 
 def _size_of_resized(result: Any, transform: Any, *inputs: Any) -> tuple[int, int]:
-    """Bytes and pixels of what `Resize` returns, if it resizes images of sizes that were decoded."""
+    """Bytes of what `Resize` returns, and pixels of what it was given, if these sizes were decoded."""
     spans, before = this_thread.spans, _images(inputs) if type(transform).__name__ == "Resize" else []
     if spans is None or not before or not all(image.size in spans.sizes for image in before):
         return 0, 0
-    resized = [image for image in _images(result) if all(image is not other for other in before)]
-    sizes = [(size_of(image), image.mode) for image in resized]
-    num_pixels = sum(number for (_, number), _ in sizes)
+    after = _images(result)
+    resized = [image for image in after if all(image is not other for other in before)]
+    given = [image for image in before if all(image is not other for other in after)]
     # Readers store all four bytes of a resized pixel.
-    return sum(4 * number if mode == "RGB" else nbytes for (nbytes, number), mode in sizes), num_pixels
+    nbytes = sum(size_of(image)[0] * (4 if image.mode == "RGB" else 3) // 3 for image in resized)
+    return nbytes, sum(size_of(image)[1] for image in given)
 
 
 def _images(value: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from fastload.device.devices import why_unavailable
 from fastload.profiling import probes
 from fastload.profiling.prediction import LoaderModel
 from fastload.profiling.timeline import mean, median, seconds
-from fastload.readers.front import NUM_EQUAL
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _REMEMBERED = frozenset(
         *(f"{probes.LOAD} {name}" for name in ("AVIF", "BMP", "HEIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")),
     )
 )
-_HELD_BACK = frozenset((f"{probes.LOAD} JPEG", f"{probes.LOAD} MPO"))  # until their first use
 # The end of torchvision's pipelines, which fastload's loader does at once.
 _TO_TENSOR = frozenset(("ToTensor", "ToImage", "PILToTensor"))
 _FUSED = _TO_TENSOR | {"ConvertImageDtype", "Normalize", "ToDtype"}
@@ -251,17 +249,15 @@ def _files(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iter
 
 def _remembered_bytes(timeline: Timeline, decoders: list[Stage], resizes: list[Stage]) -> int:
     """What the decoded files of all samples take, if each of them is read for one sample."""
-    info = timeline.info
-    num_samples: int = info["num_samples"]
-    per_batch: float = mean([batch.num_samples for batch in timeline.warm])
-    whole_bytes, resized_bytes = _bytes(decoders) / per_batch, _bytes(resizes) / per_batch
-    if not resized_bytes:
-        return round(whole_bytes * num_samples)
-    # Each worker stores some photographs before it knows that a resize repeats. Of other formats, the whole
-    # image is stored beside its resized ones.
-    held_bytes = _bytes(part for part in decoders if part.name in _HELD_BACK) / per_batch
-    num_learning: int = min(NUM_EQUAL * max(1, info["num_workers"]), num_samples)
-    return round((whole_bytes - held_bytes + resized_bytes) * num_samples + held_bytes * num_learning)
+    num_batches: float = timeline.info["num_samples"] / mean([batch.num_samples for batch in timeline.warm])
+    # Of what is resized first, it seems that which has the most bytes per pixel, only results are stored.
+    num_resized, needed_bytes = sum(part.num_pixels * part.num_calls for part in resizes), _bytes(resizes)
+    for part in sorted(decoders, key=lambda part: -part.nbytes / max(1, part.num_pixels)):
+        num_pixels = part.num_pixels * part.num_calls
+        num_replaced = min(num_pixels, num_resized) if part.name.startswith(probes.LOAD) else 0
+        num_resized -= num_replaced
+        needed_bytes += part.nbytes * part.num_calls * (1 - num_replaced / max(1, num_pixels))
+    return round(needed_bytes * num_batches)
 
 
 def _bytes(parts: Iterable[Stage]) -> float:

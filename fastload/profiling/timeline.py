@@ -57,7 +57,7 @@ class Stage:
         wall_s: Seconds per batch, without the stages that it calls.
         cpu_s: CPU seconds per batch.
         nbytes: Bytes of an image that it returned, on average; 0 if unknown.
-        num_pixels: Pixels of an image that it returned, on average; 0 if unknown.
+        num_pixels: Pixels of an image that it returned, or a resize got, on average; 0 if unknown.
         num_calls: Calls per batch.
     """
 

@@ -5,9 +5,9 @@ of the file and the arguments of the decoder, while a dataset is read.
 
 Read in this order: `identity` (what identifies a file), `decode_cache` (what is remembered, and for whom),
 `reasons` (why something was not found), `patch` and `patches` (how and when a library is met), and `request`
-(what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`,
-and `pillow` after `front` (resizes that repeat), `sources` (where pixels are) and `lazy_image` (images
-without pixels until something needs them). Users register functions of their own by `remember`, after
-`nest` (what they return). `torchvision_end` remembers nothing: it does the last steps of torchvision's
-pipelines at once, with and without a cache.
+(what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and
+`pillow` after `sources` (stored pixels, and opened files), `resizes` (which resizes repeat), `original` (what
+is stored of a file) and `lazy_image` (images without pixels until something needs them). Users register
+functions of their own by `remember`, after `nest` (what they return). `torchvision_end` remembers nothing: it
+does the last steps of torchvision's pipelines at once, with and without a cache.
 """

@@ -24,6 +24,7 @@ import numpy as np
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
+from fastload.readers.resizes import Resizes
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 
@@ -42,6 +43,7 @@ UNUSUAL = "with a result or arguments that the cache does not know"
 SEVERAL_FRAMES = "a later frame of several"
 OTHER_FORMAT = "in a format that is not remembered"
 UNSTEADY = "decoded to other pixels each time"
+LEARNING = "resized first, which may not repeat"
 CUT = "cut off, and filled up by the decoder"
 _SOME_UNSTEADY = digest(UNSTEADY) or b""
 
@@ -84,16 +86,19 @@ class DecodeCache:
     Args:
         store: Where they are.
         verify_share: Which share of the hits is decoded again and compared; None: as FASTLOAD_VERIFY says.
+        resizes: What is known of the first resizes of images; None: nothing.
 
     Attributes:
         store: As given.
+        resizes: As given.
         full_reason: Why the store does not keep what it has no room for.
-        habits: What readers learnt from ordinary accesses.
     """
 
-    def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
+    def __init__(
+        self, store: DecodeStore, verify_share: float | None = None, resizes: Resizes | None = None
+    ) -> None:
         self.store = store
-        self.habits: dict[Any, Any] = {}
+        self.resizes = resizes or Resizes()
         self.full_reason: str = getattr(store, "full_reason", FULL)
         self._known_as: Callable[[Identity, Any], Identity | Unknown] | None = getattr(
             store, "known_as", None
@@ -111,7 +116,7 @@ class DecodeCache:
             yield self
         finally:
             _thread.cache = before
-            settle()
+            _call_deferred()
 
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
@@ -264,36 +269,28 @@ def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[An
     return copy.T if is_transposed else copy
 
 
-class Deferred(Protocol):
-    """Something that is decoded later, or never."""
-
-    def settle(self) -> None:
-        """Decode it now, so that no file is needed."""
-
-
 class _Thread(threading.local):
     cache: DecodeCache | None = None
     may_keep = True
 
     def __init__(self) -> None:
-        self.deferred: deque[weakref.ref[Deferred]] = deque()
+        self.deferred: deque[weakref.WeakMethod[Callable[[], None]]] = deque()
 
 
 _thread = _Thread()
 
 
-def defer(deferred: Deferred) -> None:
-    """Let something be settled when its access is over, or many others were deferred after it."""
-    _thread.deferred.append(weakref.ref(deferred))
-    settle(_MAX_DEFERRED)
+def defer(decode: Callable[[], None]) -> None:
+    """Let a method be called when its access is over, or many others were deferred, if its object lives."""
+    _thread.deferred.append(weakref.WeakMethod(decode))
+    _call_deferred(_MAX_DEFERRED)
 
 
-def settle(num_left: int = 0) -> None:
-    """Settle all but the newest of what this thread has deferred, if it still exists."""
+def _call_deferred(num_left: int = 0) -> None:
+    """Call all but the newest of what this thread has deferred."""
     while len(_thread.deferred) > num_left:
-        deferred = _thread.deferred.popleft()()
-        if deferred is not None:
-            deferred.settle()
+        if (decode := _thread.deferred.popleft()()) is not None:
+            decode()
 
 
 def do_not_keep() -> None:

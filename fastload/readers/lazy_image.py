@@ -13,38 +13,27 @@ Pillow's own methods run on a `_View` of the image, which shows them the lazy co
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from fastload.readers.original import REDUCE, Original
 from fastload.readers.patch import OPENED, Patch
-from fastload.readers.sources import Pixels, Share, raw_mode
+from fastload.readers.sources import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.readers.front import Origin
-    from fastload.readers.sources import Source
 
 _NUMBERS = frozenset({int, float})
-
-
-class Opened(Protocol):
-    """What an opened image that is not loaded has as its attribute `OPENED`."""
-
-    def load(self, image: Any) -> None:
-        """Load the image from the cache, or by Pillow; returns at once if it is being loaded."""
-
-
-def bytes_of(core: Any) -> bytes:
-    """All of a core."""
-    return Image.Image()._new(core).tobytes("raw", raw_mode(core.mode))
 
 
 def _is_size(size: Any) -> bool:
     """Whether it is a pair of positive numbers, which every version of the C code takes as they are."""
     return (
-        type(size) is tuple and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
+        type(size) is tuple
+        and len(size) == 2
+        and all(type(length) is int and 0 < length < 1 << 31 for length in size)
     )
 
 
@@ -55,16 +44,14 @@ class LazyCore:
         mode: Pillow's.
         size: Width and height.
         source: Where the pixels are.
-        origin: The file that these are all pixels of.
     """
 
     readonly = 0
 
-    def __init__(self, mode: str, size: Any, source: Source | None, origin: Origin | None = None) -> None:
+    def __init__(self, mode: str, size: Any, source: Pixels | Original) -> None:
         self.mode = mode
         self.size = size
-        self.source = source
-        self._origin = origin
+        self.source: Pixels | Original | None = source
 
     @property
     def real(self) -> Any:
@@ -78,26 +65,30 @@ class LazyCore:
     @property
     def is_whole(self) -> bool:
         """Whether these are all pixels of a file, and there is no real core."""
-        return self._origin is not None and self.source is not None
+        return type(self.source) is Original
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """What is stored of it, if there is no real core."""
+        source = self.source
+        return None if source is None else source.pixels
 
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
         source = self.source
         if source is None:
             return self.real.copy()
-        return LazyCore(self.mode, self.size, source.copy(), self._origin)
+        return LazyCore(self.mode, self.size, source.copy())
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy if the rectangle is inside, and the pixels are stored."""
-        source, (left, upper, right, lower) = self.source, box
+        pixels, (left, upper, right, lower) = self.pixels, box
         if box == (0, 0, *self.size):
             return self.copy()
         is_inside = 0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]
-        if type(source) is Share and is_inside:
-            return source.whole().crop(box)
-        if type(source) is not Pixels or not is_inside:
+        if pixels is None or not is_inside:
             return self.real.crop(box)
-        return LazyCore(self.mode, (right - left, lower - upper), source.crop(*box))
+        return LazyCore(self.mode, (right - left, lower - upper), pixels.crop(*box))
 
     def resize(self, size: Any, resample: Any, box: Any) -> Any:
         """A resized core; lazy if it is remembered."""
@@ -108,32 +99,23 @@ class LazyCore:
             and [*box[:2]] == [0, 0]
             and all(0 <= length - edge < 1 for length, edge in zip(self.size, box[2:], strict=False))
         )
-        is_front = is_whole and _is_size(size)
-        return self._remembered(size if is_front else None, "resize", size, filter_, box)
+        is_plain = is_whole and _is_size(size) and type(filter_) is int and 0 <= filter_ < REDUCE
+        return self._resized(size if is_plain else None, filter_, "resize", size, filter_, box)
 
     def reduce(self, factor: Any, box: Any) -> Any:
         """A reduced core; lazy if it is remembered."""
-        is_front = type(box) is tuple and box == (0, 0, *self.size) and _is_size(factor)
-        lengths = zip(self.size, factor, strict=True) if is_front else ()
+        is_plain = type(box) is tuple and box == (0, 0, *self.size) and _is_size(factor)
+        lengths = zip(self.size, factor, strict=True) if is_plain else ()
         size = tuple(-(-length // times) for length, times in lengths)
-        return self._remembered(size or None, "reduce", factor, box)
+        return self._resized(size or None, REDUCE, "reduce", factor, box)
 
-    def _remembered(self, size: tuple[int, ...] | None, name: str, *arguments: Any) -> Any:
+    def _resized(self, size: Any, method: Any, name: str, *arguments: Any) -> Any:
         """The core of this size that a method of the real core returns; None: do not remember it."""
-        source, origin = self.source, self._origin
-        front = None
-        if size is not None and source is not None and origin is not None:
-            front = origin.find(self.mode, size, (name, *arguments))
-        if front is None or source is None or origin is None:
+        source = self.source
+        if size is None or type(source) is not Original:
             return getattr(self.real, name)(*arguments)
-        if front.stored is None:
-            core = getattr(source.whole(), name)(*arguments)
-            if core.mode == self.mode and core.size == size:
-                origin.keep(front.key, bytes_of(core))
-            return core
-        origin.check(front.stored, lambda: bytes_of(getattr(source.whole(), name)(*arguments)))
-        pixels = Pixels.of(self.mode, raw_mode(self.mode), size, front.stored.array)
-        return LazyCore(self.mode, size, pixels)
+        result = source.resized(self.mode, size, method, name, arguments)
+        return LazyCore(self.mode, size, result) if type(result) is Pixels else result
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -166,7 +148,7 @@ class _View(Image.Image):
 def lazy_core(image: Any) -> LazyCore | None:
     """The core of an image, if it is lazy; loads an opened image first."""
     attributes = vars(image)
-    opened: Opened | None = attributes.get(OPENED)
+    opened = attributes.get(OPENED)
     if opened is not None:
         opened.load(image)
     core = attributes.get("_im")
@@ -264,8 +246,8 @@ def _tobytes(real: Callable[..., Any]) -> LazyMethod:
     def tobytes(self: Any, encoder_name: Any = "raw", *args: Any) -> Any:
         if encoder_name == "raw" and not args:
             core = lazy_core(self)
-            pixels = core and core.source
-            content = pixels.tobytes() if type(pixels) is Pixels else None
+            pixels = core and core.pixels
+            content = pixels and pixels.tobytes()
             if content is not None:
                 return content
         return real(self, encoder_name, *args)

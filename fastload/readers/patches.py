@@ -39,9 +39,8 @@ READERS = {
     "torchvision.transforms": "fastload.readers.torchvision_end",
     "torchvision.transforms.v2": "fastload.readers.torchvision_end:patches_of_v2",
 }
-# Those that remember nothing, and those that are of use without a cache.
+# Those that remember nothing, and are of use without a cache.
 _ENDS = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
-_WITHOUT_CACHE = _ENDS | {"PIL.Image"}
 
 
 def _is_imported(library: str) -> bool:
@@ -122,7 +121,7 @@ class installed:  # noqa: N801  # a block, used as a function; a generator would
             _patches.count_fetch(-1)
 
 
-_met_without_cache = installed(_WITHOUT_CACHE)
+_met_without_cache = installed(_ENDS)
 
 
 def without_cache() -> AbstractContextManager[None] | None:

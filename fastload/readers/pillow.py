@@ -12,8 +12,6 @@ Pillow, and then they are kept. Rules:
 3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
    own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES. What a decoder or a method makes that is not
    Pillow's own, or what was filled up, is not remembered.
-
-Without a cache, an opened JPEG and its copies show one core until one of them changes.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from fastload.readers.decode_cache import (
     current,
     inactive,
 )
-from fastload.readers.front import Origin, alone_key
 from fastload.readers.identity import (
     Identity,
     Unknown,
@@ -58,16 +55,16 @@ from fastload.readers.identity import (
     is_shared,
 )
 from fastload.readers.lazy_image import LazyCore, LazyMethod, is_possible
-from fastload.readers.patch import OPENED, Patch, thread
-from fastload.readers.request import may_fuse
-from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
+from fastload.readers.original import Original, key_of_result
+from fastload.readers.patch import OPENED, Patch
+from fastload.readers.sources import PIXEL_BYTES, Descriptor, Pixels, core_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastload.readers.decode_cache import Stored
-    from fastload.readers.sources import Content
 
+Content = tuple["bytes | bytearray", bool]  # of a file, and whether it is as it was when it was opened
 _MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
 _CLASSES = frozenset(
     {
@@ -81,8 +78,6 @@ _CLASSES = frozenset(
         _HEIF := ("pillow_heif.as_plugin", "HeifImageFile"),
     }
 )
-_JPEG = ("PIL.JpegImagePlugin", "JpegImageFile")
-_MIN_SHARED_PIXELS = 1 << 16  # copies of less take less time than sharing
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
@@ -107,15 +102,8 @@ def patches() -> list[Patch]:
 
 
 def _remembering(real: Callable[..., None]) -> Callable[..., None]:
-    may_share = may_fuse()
-
     def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
         cache, cls = current(), type(self)
-        if cache is None and may_share and thread.num_fetches and (cls.__module__, cls.__name__) == _JPEG:
-            real(self, fp, *args, **kwargs)
-            if self._im is None and self.width * self.height >= _MIN_SHARED_PIXELS:
-                vars(self)[OPENED] = _Opened()
-            return
         if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
             if cache is not None:
@@ -128,7 +116,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
         if self._im is None:
-            vars(self)[OPENED] = _Remembered(cache, source, self.fp)
+            vars(self)[OPENED] = _Opened(cache, source, self.fp)
 
     return init
 
@@ -217,9 +205,18 @@ class _Bytes:
 
 
 class _Opened:
-    """An opened file that is not loaded; without a cache, its copies show its pixels until they change."""
+    """An opened file that is not loaded.
 
-    def __init__(self) -> None:
+    Args:
+        cache: The cache that was active.
+        source: What it reads.
+        file: The image's attribute `fp` after opening.
+    """
+
+    def __init__(self, cache: DecodeCache, source: _File | _Bytes, file: Any) -> None:
+        self._file = file
+        self._cache = cache
+        self._source = source
         self._lock = threading.RLock()
         self.is_loading = False
 
@@ -233,27 +230,6 @@ class _Opened:
                 self._load(image)
             finally:
                 vars(image).pop(OPENED, None)
-
-    def _load(self, image: Any) -> None:
-        if image._im is None and image.fp is not None:
-            image.load()
-            image.im = LazyCore(image.mode, image.size, Share(image.im))
-
-
-class _Remembered(_Opened):
-    """An opened file that is not loaded, with a cache.
-
-    Args:
-        cache: The cache that was active.
-        source: What it reads.
-        file: The image's attribute `fp` after opening.
-    """
-
-    def __init__(self, cache: DecodeCache, source: _File | _Bytes, file: Any) -> None:
-        super().__init__()
-        self._file = file
-        self._cache = cache
-        self._source = source
 
     def _load(self, image: Any) -> None:
         cache = self._cache
@@ -274,21 +250,23 @@ class _Remembered(_Opened):
         if cache.is_unsteady(key):
             return
         stored = cache.find(key)
-        is_held_back = stored is None and _is_held_back(image)
-        if is_held_back and (alone := cache.find(alone_key(key))) is not None:
-            content = self._source.content()
-            if content is not None:
-                origin = Origin(cache, key, alone.note[1], alone)
-                _restore(image, alone.note[1], Undecoded(image, content, origin), origin)
-                return
-        nbytes = image.width * image.height * len(image.getbands())
-        if stored is None and not is_held_back and not cache.store.has_room(nbytes):
-            cache.missed(cache.full_reason)  # before the pixels are copied
-            return
-        if stored is None or cache.is_verification_due():
-            self._decode(image, key, identity, stored)
+        if stored is not None and not cache.is_verification_due():
+            raw, mode, size, *_ = stored.note
+            if raw in PIXEL_BYTES and image.palette is None:
+                pixels = Pixels.of(mode, raw, size, stored.array)
+                _restore(image, stored.note, LazyCore(mode, size, Original(cache, key, pixels=pixels)))
+            else:
+                _restore(image, stored.note, core_of(mode, raw, size, stored.array))
+        elif (
+            stored is None
+            and (result := cache.find(key_of_result(key))) is not None
+            and (content := self._source.content()) is not None
+        ):
+            note = result.note[1]
+            original = Original(cache, key, note, decode=_decoder(image, content), result=result)
+            _restore(image, note, LazyCore(note[1], note[2], original))
         else:
-            _restore(image, stored.note, stored.array, Origin(cache, key))
+            self._decode(image, key, identity, stored)
 
     def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
@@ -305,18 +283,32 @@ class _Remembered(_Opened):
             if stored is None:
                 cache.missed(UNUSUAL)
             return
-        if stored is None and _is_held_back(image):
-            origin = Origin(cache, key, (image.mode, *learned))
-            image.im = LazyCore(image.mode, image.size, Decoded(image.im, origin), origin)
-            return
-        raw, pixels = _pixels_of(image)
-        if stored is None:
-            cache.keep(key, pixels, (raw, *learned))
-        else:
+        raw = _raw_of(image)
+        if stored is not None:
             try:
+                pixels = np.frombuffer(image.tobytes("raw", raw), np.uint8)
                 cache.verify(stored.array, pixels, image.filename or "an image in memory")
             except DecodeMismatchError as error:
                 cache.differs(key, error)
+            return
+        original = Original(cache, key, (raw, *learned), core=image.im)
+        image.im = LazyCore(image.mode, image.size, original) if _is_lazy(image, raw) else original.core()
+
+
+def _decoder(image: Any, content: Callable[[], Content]) -> Callable[[], tuple[Any, bool]]:
+    """What decodes an opened image later, as it is now."""
+    cls, tiles = type(image), [*image.tile]
+    state = {name: vars(image)[name] for name in ("_size", "_mode", "decoderconfig")}
+
+    def decode() -> tuple[Any, bool]:
+        encoded, is_unchanged = content()
+        with inactive():
+            image = cls(io.BytesIO(encoded))
+            vars(image).update(state, tile=[*tiles])
+            image.load()
+        return image.im, is_unchanged
+
+    return decode
 
 
 def _is_mapped(image: Any) -> bool:
@@ -391,9 +383,10 @@ def _is_genuine(function: Any) -> bool:
     return function is None or function.__module__.partition(".")[0] in ("PIL", "pillow_heif")
 
 
-def _is_held_back(image: Any) -> bool:
-    """Whether its pixels need not be stored if it is resized first."""
-    return image.format in _OPAQUE and image.palette is None and not ImageFile.LOAD_TRUNCATED_IMAGES
+def _is_lazy(image: Any, raw: str) -> bool:
+    """Whether it can have a lazy core, and be decoded again later; `load_end` of a TIFF needs the pixels."""
+    is_decoded_alike = not ImageFile.LOAD_TRUNCATED_IMAGES and not _is_tiff(image)
+    return is_decoded_alike and raw in PIXEL_BYTES and image.palette is None
 
 
 def _key(image: Any, identity: Identity) -> bytes | None:
@@ -490,30 +483,24 @@ def _unpacked(value: Any) -> Any:
     return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
 
 
-def _pixels_of(image: Any) -> tuple[str, Any]:
-    """The raw mode that holds all of a loaded image, and its pixels in it, `(n,) uint8`."""
-    raw = image.mode
-    if raw == "RGB" and image.format not in _OPAQUE:
+def _raw_of(image: Any) -> str:
+    """The raw mode that holds all of a loaded image."""
+    if image.mode == "RGB" and image.format not in _OPAQUE:
         # Its fourth byte shows in Arrow and in the raw mode RGBX.
         content = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
         if content.min() >> 24 != _PADDING:
-            return "RGBX", content.view(np.uint8)
-    return raw, np.frombuffer(image.tobytes(), np.uint8)
+            return "RGBX"
+    return str(image.mode)
 
 
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
-def _restore(image: Any, note: Any, pixels: Any, origin: Origin) -> None:
+def _restore(image: Any, note: Any, core: Any) -> None:
     """Leave an image as loading did."""
-    raw, mode, size, attributes, entries, has_text, keeps_file, position = note
-    file = image.fp
-    if raw not in PIXEL_BYTES or image.palette is not None:
-        image.im = core_of(mode, raw, size, pixels)
-    else:
-        source = Pixels.of(mode, raw, size, pixels) if type(pixels) is np.ndarray else pixels
-        image.im = LazyCore(mode, size, source, origin)
+    *_, attributes, entries, has_text, keeps_file, position = note
+    file, image.im = image.fp, core
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open

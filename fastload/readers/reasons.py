@@ -8,6 +8,7 @@ from fastload.readers import patches
 from fastload.readers.decode_cache import (
     CUT,
     FULL,
+    LEARNING,
     NEW,
     NO_SPACE,
     OTHER_FORMAT,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _MEANINGS = {
     NEW: "read for the first time, and remembered now",
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
+    LEARNING: "64 images, or an epoch, tell whether the results are stored, or the whole images",
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
     SEVERAL_FRAMES: "of an animation only the first frame is remembered",
     OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by a function with @fastload.remember",
@@ -73,7 +75,7 @@ def complaint(
         reasons: Why.
         may_be_new: Whether not all samples were read before.
     """
-    pending = {NEW, Unknown.TOO_NEW.value} if may_be_new else set()
+    pending = {NEW, LEARNING, Unknown.TOO_NEW.value} if may_be_new else set()
     lost = {reason: count for reason, count in reasons.items() if reason not in pending}
     if 2 * sum(lost.values()) < hits + misses:
         return None

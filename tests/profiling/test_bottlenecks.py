@@ -23,7 +23,7 @@ from fastload.cli import main
 from fastload.images import regions
 from fastload.profiling import suggestions
 from fastload.readers import identity
-from fastload.readers.front import NUM_EQUAL
+from fastload.readers.resizes import NUM_LEARNT
 from fastload.system.humanize import readable_size
 from tests.profiling import zoo
 
@@ -223,7 +223,7 @@ class WithLabels(zoo.Quick):
             Image.fromarray(noise).convert(mode).save(folder / f"{number}.png")
 
     def __len__(self) -> int:
-        return 2 * NUM_EQUAL
+        return 2 * NUM_LEARNT
 
     def __getitem__(self, index: int) -> Any:
         image = Image.open(self.folder / f"{index}.jpg").convert("RGB")
@@ -259,8 +259,7 @@ def test_the_memory_that_is_predicted_is_taken(
         list(loader)
     found = {one.change: one for one in suggestions.suggest(profile._timelines[0], 1 << 40)}
     forget_stores()
-    lasting = num_workers > 0  # new workers begin to learn which resizes repeat
-    with make("fastload", dataset, num_workers, cache="ram:64M", persistent_workers=lasting) as loader:
+    with make("fastload", dataset, num_workers, cache="ram:64M") as loader:
         for _ in range(3):
             list(loader)
         (store,) = _stores.values()

@@ -22,6 +22,7 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+from fastload.cache.file_cache import store_of_process
 from fastload.cache.ram.file_store import SharedFileStore
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
@@ -200,6 +201,38 @@ def test_workers_and_their_parent_share_the_files(folder: Path) -> None:
             assert loader.stats().cache_misses == (0 if number else SIZE)
 
 
+class Resized(Photos):
+    """Every image is resized first, to one size."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = Image.open(self.paths[index]).convert("RGB").resize((8, 8))
+        return np.asarray(image).copy()
+
+
+@pytest.mark.parametrize(
+    ("method", "num_workers"), [("fork", 8), pytest.param("spawn", 2, marks=pytest.mark.slow)]
+)
+def test_workers_learn_together_which_resizes_repeat(
+    method: str, num_workers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 files, one of 8 workers reads 25, too few to learn by itself, and ends with the epoch."""
+    monkeypatch.setenv(VERIFY_VARIABLE, "0")
+    rng = np.random.default_rng(1)
+    for number in range(200 - SIZE):
+        Image.fromarray(rng.integers(0, 256, (60, 60, 3), np.uint8)).save(folder / f"more {number}.jpg")
+    dataset = Resized(folder)
+    num_decoded = []
+    with fastload.DataLoader(
+        dataset, 4, cache="ram", num_workers=num_workers, multiprocessing_context=method
+    ) as loader:
+        for _ in range(3):
+            list(loader)
+            num_decoded.append((loader.stats().cache_misses or 0) - sum(num_decoded))
+        store = store_of_process("auto")
+        assert (num_decoded[0], num_decoded[2], store.num_files) == (200, 0, 200)
+        assert store.nbytes < 200 * 1024  # the results, and not the images of 10 kB
+
+
 @pytest.mark.slow
 def test_workers_remember_the_files_of_a_dataset_that_pickle_cannot_send(folder: Path) -> None:
     """A local class with lambdas, which took a function of OpenCV before it was replaced or while it was."""
@@ -308,7 +341,8 @@ class Archive(tud.Dataset[Any]):
         return 1
 
     def __getitem__(self, index: int) -> Any:
-        return np.load(self.path)["image"]
+        with np.load(self.path) as archive:
+            return archive["image"]
 
 
 def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Resizes that datasets begin with are remembered instead of images; random sizes leave nothing behind."""
+"""What the first operation on an image needs is stored: the result of a resize that repeats, or the image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from PIL import Image
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache, inactive
-from fastload.readers.front import NUM_EQUAL
+from fastload.readers.resizes import NUM_LEARNT
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
@@ -53,13 +53,13 @@ def photo(width: int = 40, height: int = 30, mode: str = "RGB") -> bytes:
     return file.getvalue()
 
 
-def jpegs(folder: Path, number: int, mode: str = "RGB") -> list[Path]:
+def jpegs(folder: Path, number: int, mode: str = "RGB", kind: str = "jpg") -> list[Path]:
     """Photographs with pixels that differ."""
     paths = []
     for width in range(41, 41 + number):
         shape = (30, width, 3) if mode == "RGB" else (30, width)
         content = np.random.default_rng(width).integers(0, 256, shape, np.uint8)
-        paths.append(folder / f"{width}.jpg")
+        paths.append(folder / f"{width}.{kind}")
         Image.fromarray(content).save(paths[-1])
     return paths
 
@@ -110,7 +110,7 @@ def test_a_remembered_resize_is_as_pillows(name: str, mode: str, active: DictSto
     content = photo(mode=mode)
     with inactive():
         expected = RESIZES[name](opened(content))
-    for _ in range(NUM_EQUAL + 4):
+    for _ in range(NUM_LEARNT + 4):
         resized = RESIZES[name](opened(content).convert(mode))
         assert type(resized) is Image.Image
         assert (resized.mode, resized.size, resized.info) == (mode, expected.size, expected.info)
@@ -129,40 +129,74 @@ def test_a_remembered_resize_is_as_pillows(name: str, mode: str, active: DictSto
     ],
 )
 def test_a_resize_that_repeats_is_stored(size_of: Any, active: DictStore) -> None:
-    """One size, one shorter or one longer side, for files of all sizes."""
-    contents = [photo(width, 60) for width in range(61, 61 + NUM_EQUAL + 10)]
-    for content in contents:
-        opened(content).load()
-    num_files = len(active.values)
-    for content in contents:
+    """One size, one shorter or one longer side, for files of all sizes; nothing before that is known."""
+    contents = [photo(width, 60) for width in range(61, 61 + NUM_LEARNT + 10)]
+    for number, content in enumerate(contents):
         image = opened(content)
         image.resize(size_of(image)).load()
-    assert len(active.values) == num_files + 10
+        assert len(active.values) == max(0, number + 1 - NUM_LEARNT)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_the_end_of_an_epoch_decides(is_equal: bool) -> None:
+    """A small dataset need not wait for 64 images: by what most of its resizes did."""
+    contents = [photo(width) for width in range(40, 44)]
+    with patches.installed(), DecodeCache(store := DictStore(), verify_share=0.0).active() as cache:
+
+        def read() -> list[int]:
+            for number, content in enumerate(contents):
+                opened(content).resize((8, 8) if is_equal else (8 + number, 20 + number)).load()
+            return sorted(len(stored.array) for stored in store.values.values())
+
+        assert read() == []
+        cache.resizes.conclude()
+        assert read() == ([8 * 8 * 4] * 4 if is_equal else [30 * width * 3 for width in range(40, 44)])
+
+
+def test_images_and_masks_are_learnt_apart(active: DictStore) -> None:
+    """By their mode and the filter: masks of another size each do not keep images from being learnt."""
+    for number in range(NUM_LEARNT + 3):
+        opened(photo(40 + number)).resize((8, 8), Image.Resampling.BILINEAR).load()
+        opened(photo(40 + number, mode="L")).resize((8 + number, 20 + number), 0).load()
+    sizes = [len(stored.array) for stored in active.values.values()]
+    assert sizes.count(8 * 8 * 4) == 3
+    assert len(sizes) == 3 + 4  # the masks' originals, from the 64th on
+
+
+def test_what_is_learnt_can_change(active: DictStore) -> None:
+    """After results, 64 resizes that do not repeat let originals be stored, and the other way round."""
+    sizes = [(8, 8)] * (NUM_LEARNT + 1)
+    sizes += [(9 + number, 99 + number) for number in range(NUM_LEARNT)]
+    sizes += [(7, 7)] * (NUM_LEARNT + 1)
+    for number, size in enumerate(sizes):
+        opened(photo(40 + number)).resize(size).load()
+    stored = list(active.values.values())
+    is_original = [type(each.note[0]) is str for each in stored]
+    assert is_original == [False] * NUM_LEARNT + [True] * (NUM_LEARNT + 1) + [False]
 
 
 def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
-    """Of one file, or random boxes of it."""
+    """Of one file, or random boxes of it: the original is stored, after 64 of them."""
     content = photo()
     for number in range(500):
         image = opened(content)
+        assert len(active.values) == (number >= NUM_LEARNT)
         image.resize((3 + number % 31, 3 + number % 37), Image.Resampling.BILINEAR).load()
         image.resize((8, 8), Image.Resampling.BICUBIC, (number % 7, 1, 30, 30)).load()
         image.crop((number % 7, 1, 30, 30)).resize((8, 8)).load()
-    assert len(active.values) == 1
+    assert [len(stored.array) for stored in active.values.values()] == [40 * 30 * 3]
 
 
 def test_a_wrong_result_is_an_error() -> None:
     """With a share of 1, each remembered result is computed again."""
     content = photo()
     with patches.installed(), DecodeCache(store := DictStore(), verify_share=1.0).active():
-        for _ in range(NUM_EQUAL + 2):
+        for _ in range(NUM_LEARNT + 4):
             opened(content).copy().resize((8, 8)).load()
-        assert len(store.values) == 1  # an image that was decoded again is not lazy
+        assert len(store.values) == 1
     with patches.installed(), DecodeCache(store, verify_share=0.0).active() as cache:
-        for _ in range(NUM_EQUAL + 2):
-            opened(content).copy().resize((8, 8)).load()
         for key, stored in store.values.items():
-            store.values[key] = stored._replace(array=stored.array + np.uint8(stored.note is None))
+            store.values[key] = stored._replace(array=stored.array + np.uint8(1))
         image = opened(content).copy()
         cache._verify_share = 1.0
         with pytest.raises(DecodeMismatchError):
@@ -184,62 +218,81 @@ def test_odd_sizes_are_pillows_matter(size: Any, active: DictStore) -> None:
 
     with inactive():
         expected = outcome()
-    assert [outcome() for _ in range(NUM_EQUAL + 4)] == list(itertools.repeat(expected, NUM_EQUAL + 4))
+    assert [outcome() for _ in range(NUM_LEARNT + 4)] == list(itertools.repeat(expected, NUM_LEARNT + 4))
 
 
 # --- instead of the image --------------------------------------------------------------------------------
 
 
-NUM_LEARNT = NUM_EQUAL + 6
+NUM_FILES = NUM_LEARNT + 6
 
 
-def test_results_are_stored_instead_of_photographs(active: DictStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jpg", "png", "webp", "bmp"])
+def test_results_are_stored_instead_of_photographs(kind: str, active: DictStore, tmp_path: Path) -> None:
     """After 64 equal resizes, one value a file is stored, and nothing is decoded again."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES, kind=kind)
     with inactive():
         expected = outcomes(paths, shorter)
-        size = [shorter(torchvisions(path)).size for path in paths[NUM_EQUAL:]]
+        sizes = [shorter(torchvisions(path)).size for path in paths]
     misses = cache_counts.misses
-    for number in range(3):
+    for num_decoded, num_stored in ((NUM_FILES, 6), (NUM_LEARNT, NUM_FILES), (0, NUM_FILES)):
         assert outcomes(paths, shorter) == expected
-        assert cache_counts.misses - misses == len(paths)
-        if not number:
-            assert len(active.values) == len(paths)
-            stored = sorted(len(stored.array) for stored in active.values.values())
-            assert stored[:6] == [4 * width * height for width, height in size]
+        assert cache_counts.misses - misses == num_decoded
+        misses = cache_counts.misses
+        assert len(active.values) == num_stored
+    stored = sorted(len(stored.array) for stored in active.values.values())
+    assert stored == sorted(4 * width * height for width, height in sizes)
 
 
 def test_a_transform_that_changes_gets_the_photograph(active: DictStore, tmp_path: Path) -> None:
-    """A crop, another size, mode or method, or all pixels: as Pillow's, decoded once more, then stored."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    """As Pillow's, decoded once more, then stored; of a resize of another kind, nothing is known yet."""
+    paths = jpegs(tmp_path, NUM_FILES)
     outcomes(paths, shorter)
-    functions: list[Callable[[Any], Any]] = [
-        lambda image: image.crop((3, 4, 20, 21)),
-        lambda image: shorter(image, 11),
-        lambda image: image.resize((9, 9), Image.Resampling.NEAREST),
-        lambda image: image.convert("L"),
-        lambda image: image.reduce(2),
-        lambda image: image,
-        shorter,
+    functions: list[tuple[Callable[[Any], Any], bool]] = [
+        (lambda image: image.crop((3, 4, 20, 21)), True),
+        (lambda image: shorter(image, 11), True),
+        (lambda image: image.resize((9, 9), Image.Resampling.NEAREST), False),
+        (lambda image: image.convert("L"), True),
+        (lambda image: image.reduce(2), False),
+        (lambda image: image, True),
     ]
-    for path, function in zip(paths[NUM_EQUAL:], functions, strict=False):
+    for path, (function, is_stored) in zip(paths[NUM_LEARNT:], functions, strict=False):
         with inactive():
             expected = outcomes([path], function)
         for number in range(3):
             misses = cache_counts.misses
             assert outcomes([path], function) == expected
-            assert cache_counts.misses - misses == (number == 0)
+            assert cache_counts.misses - misses == (number == 0 or not is_stored)
+
+
+def test_several_operations_on_one_image(active: DictStore, tmp_path: Path) -> None:
+    """The first one decides; once that stores a result, what the others need is stored beside it."""
+
+    def operate(path: Path) -> bytes:
+        image = torchvisions(path)
+        return shorter(image).tobytes() + shorter(image, 7).tobytes() + image.tobytes()
+
+    paths = jpegs(tmp_path, NUM_FILES)
+    with inactive():
+        expected = [operate(path) for path in paths]
+    num_stored = []
+    for _ in range(3):
+        misses = cache_counts.misses
+        assert [operate(path) for path in paths] == expected
+        num_stored.append(len(active.values))
+    assert num_stored == [2 * 6, 2 * NUM_FILES, 2 * NUM_FILES]
+    assert cache_counts.misses == misses
 
 
 def test_two_sizes_of_the_same_files(active: DictStore, tmp_path: Path) -> None:
     """Training and validation by turns: both results are stored, and no photograph beside them."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     functions = [shorter, lambda image: shorter(image, 7)]
     with inactive():
         expected = [outcomes(paths, function) for function in functions]
     for _ in range(3):
-        assert [outcomes(paths[NUM_EQUAL // 2 :], each) for each in functions] == [
-            pixels[NUM_EQUAL // 2 :] for pixels in expected
+        assert [outcomes(paths[NUM_LEARNT // 2 :], each) for each in functions] == [
+            pixels[NUM_LEARNT // 2 :] for pixels in expected
         ]
     num_stored = len(active.values)
     assert [outcomes(paths, each) for each in functions] == expected
@@ -252,7 +305,7 @@ def test_two_sizes_of_the_same_files(active: DictStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["deleted", "replaced", "renamed", "linked", "chmod"])
 def test_a_file_that_is_gone_is_decoded_all_the_same(change: str, active: DictStore, tmp_path: Path) -> None:
     """As Pillow, which had decoded it before."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     outcomes(paths, shorter)
     path = paths[-1]
     with inactive():
@@ -275,7 +328,7 @@ def test_a_file_that_is_gone_is_decoded_all_the_same(change: str, active: DictSt
 
 def test_a_file_that_was_written_to_gives_no_other_image(active: DictStore, tmp_path: Path) -> None:
     """Its photograph is gone, so this is an error; the stored result is still right."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     expected = outcomes(paths, shorter)
     image = torchvisions(paths[-1])
     paths[-1].write_bytes(paths[0].read_bytes())
@@ -286,7 +339,7 @@ def test_a_file_that_was_written_to_gives_no_other_image(active: DictStore, tmp_
 
 def test_images_that_are_kept_hold_few_files(tmp_path: Path) -> None:
     """Sixteen while others are opened, none after the access; they are as Pillow's, also when written to."""
-    paths = jpegs(tmp_path, NUM_LEARNT + 60)
+    paths = jpegs(tmp_path, NUM_FILES + 60)
 
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -295,10 +348,10 @@ def test_images_that_are_kept_hold_few_files(tmp_path: Path) -> None:
         outcomes(paths, shorter)
         before = num_open()
         with cache.active():
-            images = [torchvisions(path) for path in paths[NUM_EQUAL:]]
+            images = [torchvisions(path) for path in paths[NUM_LEARNT:]]
             assert num_open() <= before + 16
         assert num_open() == before
-        for path, image in zip(paths[NUM_EQUAL:], images, strict=True):
+        for path, image in zip(paths[NUM_LEARNT:], images, strict=True):
             with inactive():
                 expected = torchvisions(path).tobytes()
             path.write_bytes(b"")
@@ -309,7 +362,7 @@ def test_images_that_are_kept_hold_few_files(tmp_path: Path) -> None:
 
 def test_a_lock_on_the_users_photograph_stays(active: DictStore, tmp_path: Path) -> None:
     """Closing another descriptor would end it, so there is none while the user has locked the file."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     outcomes(paths, shorter)
     with paths[-1].open("rb") as file:
         fcntl.lockf(file, fcntl.LOCK_SH)
@@ -325,7 +378,7 @@ def test_a_lock_on_the_users_photograph_stays(active: DictStore, tmp_path: Path)
 
 def test_no_descriptor_is_left(active: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the file is decoded at once."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     expected = outcomes(paths, shorter)
 
     def fail(*_: Any) -> int:
@@ -357,10 +410,10 @@ def test_what_is_changed_before_its_first_use_is_stored_as_it_was(active: DictSt
 
 def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) -> None:
     """With a share of 1 a wrong result is found, and a right one stays."""
-    paths, store = jpegs(tmp_path, NUM_LEARNT), DictStore()
+    paths, store = jpegs(tmp_path, NUM_FILES), DictStore()
     with patches.installed(), DecodeCache(store, verify_share=1.0).active():
         expected = outcomes(paths, shorter)
-        assert outcomes(paths[NUM_EQUAL:], shorter) == expected[NUM_EQUAL:]
+        assert outcomes(paths[NUM_LEARNT:], shorter) == expected[NUM_LEARNT:]
         for key, stored in store.values.items():
             store.values[key] = stored._replace(array=stored.array + np.uint8(1))
         with pytest.raises(DecodeMismatchError):
@@ -370,7 +423,7 @@ def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) ->
 @pytest.mark.parametrize("has_its_old_time", [False, True])
 def test_a_photograph_that_was_written_to_is_not_verified(has_its_old_time: bool, tmp_path: Path) -> None:
     """The stored result is that of the file as it was opened; there is nothing left to compare it with."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     with patches.installed(), DecodeCache(DictStore(), verify_share=1.0).active():
         expected = outcomes(paths, shorter)
         image, times = torchvisions(paths[-1]), paths[-1].stat()
@@ -384,7 +437,7 @@ def test_a_photograph_that_was_written_to_is_not_verified(has_its_old_time: bool
 
 def test_another_process_decodes_what_it_inherits(active: DictStore, tmp_path: Path) -> None:
     """A fork and its parent decode the same held file at the same time."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     outcomes(paths, shorter)
     with inactive():
         expected = outcomes(paths[-9:], lambda image: image)
@@ -399,7 +452,7 @@ def test_another_process_decodes_what_it_inherits(active: DictStore, tmp_path: P
 
 def test_four_threads_decode_one_image(active: DictStore, tmp_path: Path) -> None:
     """Each of them gets its pixels."""
-    paths = jpegs(tmp_path, NUM_LEARNT)
+    paths = jpegs(tmp_path, NUM_FILES)
     outcomes(paths, shorter)
     with inactive():
         expected = torchvisions(paths[-1]).tobytes()

@@ -1,0 +1,177 @@
+"""Original: the pixels of a remembered file, of which what the first operation on them needs is stored.
+
+`Resize(256)` costs as much as decoding a photograph, and its result takes a small part of the memory. The
+result of a resize of all pixels is a pure function of the file and of the arguments. Rules:
+
+1. If the first operation is a resize, and those of the loader's images repeat (see `resizes`), the result is
+   stored, and not the original; while that is not known, nothing. Anything else stores the original.
+2. An image with a stored result and no original is not decoded until something needs more. Then it is
+   decoded from the file that was opened, and its first operation decides again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from fastload.errors import DecodeMismatchError
+from fastload.readers.decode_cache import LEARNING, current, defer
+from fastload.readers.identity import Unknown, digest
+from fastload.readers.sources import PIXEL_BYTES, Pixels, raw_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.readers.decode_cache import DecodeCache, Stored
+
+REDUCE = 6  # the filters of resizes are 0 to 5
+_MODES = tuple(PIXEL_BYTES)
+
+
+class Original:
+    """All pixels of a remembered file, for one image: stored, decoded, or in the file until they are needed.
+
+    Args:
+        cache: Where the file is.
+        key: Its key there.
+        note: What is to be stored beside its pixels; None if they are stored.
+        pixels: The stored pixels.
+        core: The decoded pixels.
+        decode: Decodes the pixels; returns them, and whether the file is as it was when it was opened.
+        result: What is stored instead of the pixels, with the note and its own key.
+    """
+
+    def __init__(
+        self,
+        cache: DecodeCache,
+        key: bytes,
+        note: Any = None,
+        *,
+        pixels: Pixels | None = None,
+        core: Any = None,
+        decode: Callable[[], tuple[Any, bool]] | None = None,
+        result: Stored | None = None,
+    ) -> None:
+        self.pixels = pixels
+        self._cache, self._key, self._note, self._result = cache, key, note, result
+        self._core, self._decode = core, decode
+        self._is_used, self._is_steady = False, True
+        if decode is not None:
+            defer(self.decode_now)
+
+    def copy(self) -> Original:
+        """For a copy of the image."""
+        other = copy.copy(self)
+        if other._core is not None:
+            other._core = other._core.copy()
+        elif other._decode is not None:
+            defer(other.decode_now)
+        return other
+
+    def decode_now(self) -> None:
+        """Decode the pixels, so that no file is needed later."""
+        with contextlib.suppress(Exception):  # it comes when they are needed
+            self._whole()
+
+    def core(self) -> Any:
+        """A core for the user; the pixels are stored before they can be changed."""
+        core, (note, self._note), cache = self._whole(), (self._note, None), self._cache
+        if note is None:
+            return core
+        raw, (width, height) = note[0], core.size
+        if cache.store.has_room(width * height * PIXEL_BYTES.get(raw, 1)):
+            cache.keep(self._key, np.frombuffer(_image(core).tobytes("raw", raw), np.uint8), note)
+        else:
+            cache.missed(cache.full_reason)  # before the pixels are copied
+        return core
+
+    def _whole(self) -> Any:
+        """A core to read from."""
+        decode = self._decode  # before the question: another thread can decode in between
+        if self.pixels is not None:
+            return self.pixels.core()
+        if self._core is None and decode is not None:
+            core, is_steady = decode()
+            if (
+                not is_steady
+            ):  # it was renamed or deleted; if it was written to as well, its times may not tell
+                self._note, self._is_steady = None, False
+            self._core, self._decode = core, None  # which lets go of the file
+        return self._core
+
+    def resized(self, mode: str, size: Any, method: int, name: str, arguments: Any) -> Any:
+        """What a method of the core returns: a core, or its stored pixels.
+
+        Args:
+            mode: Of the image.
+            size: Of the result.
+            method: The filter; `REDUCE`.
+            name: Of the method.
+            arguments: Its arguments.
+        """
+        cache, key = self._cache, None
+        if not self._is_used and current() is cache:
+            key = digest("resized", self._key, mode, size, name, arguments)
+        if key is None:
+            return getattr(self.core(), name)(*arguments)
+        self._is_used = True
+        repeats = cache.resizes.learn(_MODES.index(mode) * (REDUCE + 1) + method, size)
+        stored = self._result or cache.store.get(key_of_result(self._key))
+        if stored is None or stored.note[0] != key:
+            stored = cache.store.get(key)
+        if stored is not None:
+            if cache.is_verification_due():
+                self._check(stored, name, arguments)
+            return Pixels.of(mode, raw_mode(mode), size, stored.array)
+        core = getattr(self.core() if repeats is False else self._whole(), name)(*arguments)
+        if repeats and core.mode == mode and core.size == size:
+            self._keep_result(key, _bytes_of(core))
+        elif repeats is None and self._note is not None:
+            self._note = None
+            cache.missed(LEARNING)
+        return core
+
+    def _check(self, stored: Stored, name: str, arguments: Any) -> None:
+        """Compute a result again, and compare it.
+
+        Raises:
+            DecodeMismatchError: They differ.
+        """
+        try:
+            core = getattr(self._whole(), name)(*arguments)
+        except OSError:
+            return  # the file was written to since: there is nothing to compare with
+        try:
+            self._cache.verify(stored.array, _bytes_of(core), "the result of a resize")
+        except DecodeMismatchError as error:
+            if self._is_steady:
+                self._cache.differs(self._key, error)
+
+    def _keep_result(self, key: bytes, pixels: Any) -> None:
+        """Store a result; the first one of a file whose pixels are not stored goes with its note."""
+        if not self._is_steady:
+            self._cache.missed(Unknown.TOO_NEW)
+        elif self._note is None:
+            self._cache.store.put(key, pixels, None)
+        elif self._result is None:
+            self._cache.keep(key_of_result(self._key), pixels, (key, self._note))
+        else:
+            self._cache.keep(key, pixels)
+
+
+def _image(core: Any) -> Image.Image:
+    return Image.Image()._new(core)
+
+
+def _bytes_of(core: Any) -> Any:
+    """All of a core, `(n,) uint8`."""
+    return np.frombuffer(_image(core).tobytes("raw", raw_mode(core.mode)), np.uint8)
+
+
+def key_of_result(key: bytes) -> bytes:
+    """The key of a result that is stored instead of the pixels with this key."""
+    return digest("instead", key) or key
