@@ -309,20 +309,27 @@ class _WatchedSamples:
     def __next__(self) -> Any:
         if not self._is_first:
             return next(self._samples)
-        sample = next(self._samples, _ABSENT)
+        sample, error = _ABSENT, None
+        try:
+            sample = next(self._samples, _ABSENT)
+        except Exception as raised:  # noqa: BLE001  # a stream can go on after it, so it counts as a sample
+            error = raised
         self._is_first = False
+        has_ended = sample is _ABSENT and error is None
         resumed = _resumed.pop(self._dataset, None)
         if resumed is not None and resumed.first is LOST:
             with contextlib.suppress(Exception):  # of a state_dict() that fails at this moment
-                first = ENDED if sample is _ABSENT else DatasetState.of(self._dataset.state_dict())
+                first = ENDED if has_ended else DatasetState.of(self._dataset.state_dict())
                 _resumed[self._dataset] = resumed._replace(first=first)
         elif resumed is not None and (
-            resumed.first is ENDED if sample is _ABSENT else _is_at(self._dataset, resumed.first)
+            resumed.first is ENDED if has_ended else _is_at(self._dataset, resumed.first)
         ):
             for (_, name), (attributes, value) in resumed.changed.items():
                 attributes.pop(name, None) if value is _ABSENT else attributes.update({name: value})
             self._samples = iter(self._dataset)
             return next(self._samples)
-        if sample is _ABSENT:
+        if error is not None:
+            raise error
+        if has_ended:
             raise StopIteration
         return sample

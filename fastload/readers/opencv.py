@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from fastload.readers.decode_cache import current
+from fastload.readers.decode_cache import UNUSUAL, current
 from fastload.readers.identity import identify_content, identify_path
 from fastload.readers.patch import Patch
 
@@ -58,6 +58,7 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             path, flags = _path_and_flags(*args, **kwargs)
         except (TypeError, UnicodeError):  # `dst`, or something wrong
+            cache.missed(UNUSUAL)
             return decode()
         key = type(path).__name__, flags, *_settings()  # some releases accept fewer types of paths
         return cache.array(kind, partial(identify_path, path), key, decode, where=path, source=path)
@@ -89,6 +90,7 @@ def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             buffer, flags = _buffer_and_flags(*args, **kwargs)
         except TypeError:
+            cache.missed(UNUSUAL)
             return decode()
         if buffer.flat[:2].tobytes() == b"BM":  # hashing a BMP takes longer
             return decode()

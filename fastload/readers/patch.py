@@ -71,11 +71,11 @@ class Patch:
     def is_genuine(self) -> bool:
         """Whether the original is the library's own."""
         original = self.original
-        if isinstance(original, BuiltinFunctionType):
-            return True
         home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
         library = home.partition(".")[0]
-        if isinstance(original, FunctionType):
+        if isinstance(original, BuiltinFunctionType):  # OpenCV's name no module, like methods of any object
+            origin = original.__module__ or (home if original.__self__ is None else "")
+        elif isinstance(original, FunctionType):
             origin = str(original.__globals__.get("__name__", ""))
         else:
             origin = type(original).__module__

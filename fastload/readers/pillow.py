@@ -380,7 +380,9 @@ def _loaders(cls: Any) -> tuple[Callable[[type], Any], frozenset[str], tuple[Any
 
 
 def _is_genuine(function: Any) -> bool:
-    return function is None or function.__module__.partition(".")[0] in ("PIL", "pillow_heif")
+    # Not the function's own `__module__`, which functools.wraps copies.
+    home = getattr(function, "__globals__", {}).get("__name__") or str(getattr(function, "__module__", ""))
+    return function is None or home.partition(".")[0] in ("PIL", "pillow_heif")
 
 
 def _is_lazy(image: Any, raw: str) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fastload.readers import patches
-from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.decode_cache import UNUSUAL, DecodeCache
+from fastload.system.cache_counts import cache_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,3 +80,12 @@ def test_a_buffer_with_odd_flags_is_not_remembered(flags: Any, cache: DecodeCach
     results = [outcome(lambda: cv2.imdecode(buffer, flags)) for _ in range(3)]
     assert results[0] == results[1] == results[2]
     assert not store.values
+
+
+@pytest.mark.parametrize("options", [{"flags": np.int64(1)}, {"dst": None, "flags": 1}], ids=["flags", "dst"])
+def test_a_call_with_odd_arguments_is_counted(options: Any, damaged: str, cache: DecodeCache) -> None:
+    """A report says that such calls are not remembered, rather than that nothing was decoded."""
+    cache_counts.take_reasons()
+    cv2.imread(damaged, **options)
+    cv2.imdecode(cv2.imencode(".png", PIXELS)[1], np.int64(1))
+    assert cache_counts.take_reasons() == {UNUSUAL: 2}

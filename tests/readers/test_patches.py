@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import math
 import operator
 import os
 import pickle
@@ -263,6 +264,14 @@ def test_only_functions_of_the_library_itself_are_replaced(name: str, is_met: bo
     before = id(vars(module).get(name))
     Patch(module, name, lambda original: _met).put()
     assert (id(vars(module).get(name)) != before) == is_met
+
+
+@pytest.mark.parametrize("replacement", [{}.get, math.sqrt], ids=["method", "function"])
+def test_what_is_built_in_elsewhere_is_left_alone(replacement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function in C of another module, or a method of an object, is not taken for OpenCV's."""
+    assert Patch(cv2, "imdecode", lambda original: _met).is_genuine
+    monkeypatch.setattr(cv2, "imread", replacement)
+    assert not Patch(cv2, "imread", lambda original: _met).is_genuine
 
 
 def test_a_release_that_a_reader_does_not_know_is_no_error(

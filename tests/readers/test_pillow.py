@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import fcntl
+import functools
 import importlib.util
 import io
 import itertools
@@ -659,6 +660,23 @@ def test_a_method_of_the_program_is_not_remembered(
         assert calls
         calls.clear()
     assert len(store.values) == num_stored
+
+
+def test_a_method_that_calls_itself_pillows_is_not_remembered(
+    photo: Path, cache: DecodeCache, store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `functools.wraps` around a method that loads, in place before any image, runs each time."""
+    pillow._loaders.cache_clear()
+    calls: list[Any] = []
+    real = ImageFile.ImageFile.load_end
+    monkeypatch.setattr(
+        ImageFile.ImageFile, "load_end", functools.wraps(real)(lambda image: calls.append(image))
+    )
+    for _ in range(3):
+        _first(photo)
+    pillow._loaders.cache_clear()
+    assert len(calls) == 3
+    assert not store.values
 
 
 def test_another_file_of_an_opened_image_is_read(photo: Path, tmp_path: Path, cache: DecodeCache) -> None:

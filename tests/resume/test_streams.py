@@ -79,3 +79,36 @@ def test_an_iterator_that_is_never_asked_forgets_nothing() -> None:
         iter(resumed)
 
     assert [labels(resumed) for _ in range(2)] == [whole[1:], whole]
+
+
+class _Fails(zoo.StaysAt):
+    """The sample of the number 4 cannot be read; the others can be, also after it."""
+
+    def __iter__(self) -> Any:
+        return map(self._checked, super().__iter__())
+
+    def _checked(self, sample: int) -> int:
+        if sample == 4:
+            raise KeyError(sample)
+        return sample
+
+
+def test_an_epoch_after_a_resume_at_a_sample_that_fails_is_whole() -> None:
+    """The sample after the position fails; the next epoch begins at its beginning, and not there."""
+
+    def epoch(iterator: Any) -> list[Any]:
+        taken: list[Any] = []
+        while True:
+            try:
+                taken += next(iterator)
+            except KeyError:
+                taken.append("failed")
+            except StopIteration:
+                return taken
+
+    whole = epoch(iter(DataLoader(_Fails(), 1, collate_fn=list)))
+    loader = DataLoader(_Fails(), 1, collate_fn=list)
+    list(itertools.islice(loader, 4))
+    resumed = DataLoader(_Fails(), 1, collate_fn=list)
+    resumed.load_state_dict(through_json(loader.state_dict()))
+    assert [epoch(iter(resumed)) for _ in range(3)] == [whole[4:], whole, whole]
