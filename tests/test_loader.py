@@ -5,11 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import inspect
 import itertools
 import multiprocessing
 import os
 import pickle
+import resource
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,7 @@ from fastload import loader as loader_module
 from fastload.images.geometry import image_layout
 from fastload.system.logs import say_once
 from tests.kit import datasets, torchs_own
+from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,6 +129,17 @@ class _Labels(tud.Dataset[int]):
 
     def __getitem__(self, index: int) -> Any:
         return index, os.getpid()
+
+
+def test_torchs_workers_that_cannot_start_leave_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator that was not made has nothing to stop, and says nothing more when it is freed."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, **torchs_own.FORK)
+    with limited(resource.RLIMIT_FSIZE, 0), pytest.raises(OSError, match="too large"):
+        iter(loader)
+    gc.collect()
+    assert not ignored
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ class _Remembering:
 
 
 class _TorchWorkers(TorchIterator, torch_private.MultiProcessingDataLoaderIter):
-    pass
+    _shutdown = True  # torch's: until there is something to stop, or its __del__ would fail after an error
 
 
 class _TorchLocal(TorchIterator, torch_private.SingleProcessDataLoaderIter):

@@ -44,6 +44,7 @@ SEVERAL_FRAMES = "a later frame of several"
 OTHER_FORMAT = "in a format that is not remembered"
 UNSTEADY = "decoded to other pixels each time"
 LEARNING = "resized first, which may not repeat"
+UNCOMPRESSED = "uncompressed, or spread over several files"
 CUT = "cut off, and filled up by the decoder"
 _SOME_UNSTEADY = digest(UNSTEADY) or b""
 
@@ -225,6 +226,7 @@ class DecodeCache:
         _thread.may_keep = True
         result = decode()
         if not _thread.may_keep:
+            self.missed(UNCOMPRESSED)
             return result
         packed = pack(result)
         if packed is None:
@@ -294,7 +296,7 @@ def _call_deferred(num_left: int = 0) -> None:
 
 
 def do_not_keep() -> None:
-    """Let what this thread is decoding be neither stored nor counted."""
+    """Let what this thread is decoding not be stored, and be counted as `UNCOMPRESSED`."""
     _thread.may_keep = False
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
-from fastload.readers.decode_cache import current
+from fastload.readers.decode_cache import UNCOMPRESSED, current
 from fastload.readers.identity import identify_stream
 from fastload.readers.patch import Patch
 
@@ -31,8 +31,11 @@ def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
         cache = current()
-        member = None if cache is None else _compressed_member(self, key)
+        member = None if cache is None else _member(self, key)
         if cache is None or member is None:
+            return original(self, key)
+        if member.compress_type == zipfile.ZIP_STORED:
+            cache.missed(UNCOMPRESSED)
             return original(self, key)
         arguments = (
             *(member.filename, member.header_offset, member.compress_type, member.compress_size),
@@ -51,11 +54,10 @@ def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
     return __getitem__
 
 
-def _compressed_member(archive: Any, name: Any) -> zipfile.ZipInfo | None:
-    """The member of an archive; None if it is not compressed, or missing, or encrypted."""
+def _member(archive: Any, name: Any) -> zipfile.ZipInfo | None:
+    """The member of an archive; None if it is missing or encrypted."""
     try:
         member: zipfile.ZipInfo = archive.zip.getinfo(archive._files[name])
     except (AttributeError, KeyError, TypeError):  # it is closed, or there is no such member
         return None
-    is_plain = member.compress_type == zipfile.ZIP_STORED or member.flag_bits & 1
-    return None if is_plain else member
+    return None if member.flag_bits & 1 else member

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import cv2
 import numpy as np
 
-from fastload.readers.decode_cache import UNUSUAL, current
+from fastload.readers.decode_cache import UNCOMPRESSED, UNUSUAL, current
 from fastload.readers.identity import identify_content, identify_path
 from fastload.readers.patch import Patch
 
@@ -93,6 +93,7 @@ def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
             cache.missed(UNUSUAL)
             return decode()
         if buffer.flat[:2].tobytes() == b"BM":  # hashing a BMP takes longer
+            cache.missed(UNCOMPRESSED)
             return decode()
         identify = partial(identify_content, buffer)
         key = buffer.shape, flags, *_settings()

@@ -36,6 +36,7 @@ from fastload.readers.decode_cache import (
     CUT,
     OTHER_FORMAT,
     SEVERAL_FRAMES,
+    UNCOMPRESSED,
     UNUSUAL,
     DecodeCache,
     current,
@@ -237,7 +238,8 @@ class _Opened:
             return
         is_uncompressed = image.format in ("BMP", "TIFF") and all(tile[0] == "raw" for tile in image.tile)
         if is_uncompressed and type(self._source) is _Bytes:
-            return  # hashing it takes longer
+            cache.missed(UNCOMPRESSED)  # hashing it takes longer
+            return
         reason: Unknown | str | None = UNUSUAL if image.fp is not self._file else _why_not(image)
         identity = self._source.identity()
         known = identity if reason else cache.known_as(identity, self._source.file)

@@ -13,6 +13,7 @@ from fastload.readers.decode_cache import (
     NO_SPACE,
     OTHER_FORMAT,
     SEVERAL_FRAMES,
+    UNCOMPRESSED,
     UNSTEADY,
     UNUSUAL,
 )
@@ -33,13 +34,17 @@ _MEANINGS = {
         f"for {SETTLED_REMOTE_S:.0f} on network mounts. Files that are written for each access never are: "
         "decode their bytes instead (cv2.imdecode, io.BytesIO)"
     ),
+    UNCOMPRESSED: "never remembered: uncompressed data is read as fast as it would be found",
     UNSTEADY: "their decoder does not repeat itself, as a warning said: convert them",
     CUT: "by LOAD_TRUNCATED_IMAGES, for this access alone: repair these files",
     Unknown.HELD.value: "open the file in __getitem__, on each access",
     Unknown.TOO_LARGE.value: 'remembered by cache="ram", unless they are on a disk image',
     NO_SPACE: "free space on the disk of the cache, or let this user write there",
     Unknown.IN_THE_FUTURE.value: "never remembered: `touch` these files, or set the clock of the machine",
-    Unknown.NOT_A_FILE.value: "members of archives and streams: extract them, or read their bytes to memory",
+    Unknown.NOT_A_FILE.value: (
+        "members of archives, streams, and files opened for writing: extract members, read bytes to memory, "
+        'open files with "rb"'
+    ),
     Unknown.UNREADABLE.value: "closed, deleted or forbidden when the cache looked",
 }
 
@@ -77,7 +82,8 @@ def complaint(
     """
     pending = {NEW, LEARNING, Unknown.TOO_NEW.value} if may_be_new else set()
     lost = {reason: count for reason, count in reasons.items() if reason not in pending}
-    if 2 * sum(lost.values()) < hits + misses:
+    uncompressed = reasons.get(UNCOMPRESSED, 0)
+    if 2 * (sum(lost.values()) - uncompressed) < hits + misses - uncompressed:
         return None
     if not lost:
         return "\n".join([f"nothing that {name} reads is remembered:", *report(0, 0, {})])

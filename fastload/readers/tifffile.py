@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import tifffile
 from tifffile import TiffFile
 
-from fastload.readers.decode_cache import current, do_not_keep, inactive
+from fastload.readers.decode_cache import UNCOMPRESSED, current, do_not_keep, inactive
 from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream, is_fresh, is_shared
 from fastload.readers.patch import Patch
 
@@ -97,6 +97,8 @@ def _asarray(original: Callable[..., Any]) -> Callable[..., Any]:
         may_keep = (cache is not None or _thread.read is not None) and _is_compressed_in_one_file(self)
         if _thread.read is not None:
             _thread.read.append(may_keep)
+        if cache is not None and not may_keep:
+            cache.missed(UNCOMPRESSED)
         if cache is None or not may_keep:
             return original(self, *args, **kwargs)
         state = self.filehandle.extension, self.pages.useframes, self.pages.keyframe.index

@@ -52,7 +52,7 @@ def enter_child(parent_pid: int, signal_mask: set[Any]) -> None:
     _drop_signal_handlers()  # before the signals that were blocked at the start are delivered
     if hasattr(signal, "pthread_sigmask"):  # not on Windows
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
-    _exit_with(parent_pid)
+    exit_with(parent_pid)
 
 
 def _drop_signal_handlers() -> None:
@@ -68,10 +68,13 @@ def _drop_signal_handlers() -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else action)
 
 
-def _exit_with(parent_pid: int) -> None:
+def exit_with(parent_pid: int) -> None:
     """Exit as soon as the parent is gone, even if this process is busy.
 
     PR_SET_PDEATHSIG would watch the thread that forked; a pidfd watches the whole process.
+
+    Raises:
+        AttributeError, OSError: As `enter_child`.
     """
     try:
         pidfd = open_process(parent_pid)

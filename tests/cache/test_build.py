@@ -41,6 +41,7 @@ from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
+from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -583,7 +584,7 @@ def test_a_build_that_was_killed_is_completed_by_the_next(
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A builder that is killed while its workers live is followed at once: they hold no lock."""
+    """A builder that is killed is followed at once, and its workers end, in the middle of a sample, too."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
     path, worker = tmp_path / "cache", tmp_path / "worker"
 
@@ -594,10 +595,13 @@ def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.Mon
 
     dataset = Calling(400, 300, kill_builder)
     assert exit_codes(lambda: build_lmdb(dataset, path, num_workers=1)) == [-signal.SIGKILL]
+    pid = int(worker.read_text())
     try:
         build_and_check(path, {}, Images(400))
+        assert still_running([pid], 10) == []
     finally:
-        os.kill(int(worker.read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # --- what the lock of a build survives --------------------------------------------------------------------

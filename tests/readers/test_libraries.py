@@ -20,7 +20,8 @@ from PIL import Image
 from tifffile import imread as imread_taken_before
 
 from fastload.readers import opencv
-from fastload.readers.decode_cache import DecodeCache, inactive
+from fastload.readers.decode_cache import UNCOMPRESSED, DecodeCache, inactive
+from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import check_three_rounds
 
 if TYPE_CHECKING:
@@ -224,14 +225,23 @@ def test_objects_in_archives_are_not_remembered(tmp_path: Path, cache: DecodeCac
 def test_archives_without_compression_are_read_each_time(
     tmp_path: Path, cache: DecodeCache, store: DictStore, counts: Any
 ) -> None:
-    """They would be found no faster, and are not counted."""
+    """They would be found no faster; the count says so."""
+    cache_counts.take_reasons()
     np.savez(tmp_path / "plain.npz", a=PHOTO)
     tifffile.imwrite(tmp_path / "plain.tif", PHOTO)
+    cv2.imwrite(str(tmp_path / "plain.bmp"), PHOTO)
     for _ in range(2):
         assert np.array_equal(_member(tmp_path / "plain.npz"), PHOTO)
         assert np.array_equal(tifffile.imread(tmp_path / "plain.tif"), PHOTO)
+        with tifffile.TiffFile(tmp_path / "plain.tif") as tiff:
+            assert np.array_equal(tiff.asarray(), PHOTO)
+        assert np.array_equal(_from_buffer(tmp_path / "plain.bmp"), PHOTO)
+        assert np.array_equal(
+            np.asarray(Image.open(io.BytesIO((tmp_path / "plain.bmp").read_bytes()))), PHOTO[..., ::-1]
+        )
     assert not store.values
-    assert counts() == (0, 0)
+    assert counts() == (0, 10)
+    assert cache_counts.take_reasons() == {UNCOMPRESSED: 10}
 
 
 def test_an_open_archive_keeps_to_what_it_has_read(tmp_path: Path, cache: DecodeCache) -> None:

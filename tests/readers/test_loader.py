@@ -408,6 +408,31 @@ class Pairs(Photos):
         return super().__getitem__(index), np.asarray(Image.open(gif))
 
 
+class Uncompressed(Photos):
+    """Reads masks that are not compressed beside, or instead of, each photo."""
+
+    alone = False
+
+    def __getitem__(self, index: int) -> Any:
+        path = self.paths[index].with_suffix(".npz")
+        if not path.exists():
+            np.savez(path, a=np.arange(9))
+        with np.load(path) as archive:
+            return archive["a"], None if self.alone else super().__getitem__(index)
+
+
+class Masks(Uncompressed):
+    alone = True
+
+
+class Written(Photos):
+    """Opens its files to write to them."""
+
+    def __getitem__(self, index: int) -> Any:
+        with self.paths[index].open("r+b") as file:
+            return np.asarray(Image.open(file))
+
+
 class Threads(Photos):
     """Reads in a thread of its own."""
 
@@ -418,7 +443,15 @@ class Threads(Photos):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Pillow keeps GIFs open
 @pytest.mark.parametrize("options", WORKERS[:2])
-@pytest.mark.parametrize(("make", "why"), [(Pairs, "in a format that"), (Threads, "threads of its own")])
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Pairs, "in a format that"),
+        (Threads, "threads of its own"),
+        (Masks, "uncompressed data is read as fast"),
+        (Written, 'open files with "rb"'),
+    ],
+)
 def test_a_cache_that_serves_half_or_nothing_is_told_after_one_epoch(
     folder: Path, complaints: Callable[[], list[str]], options: dict[str, Any], make: Any, why: str
 ) -> None:
@@ -432,6 +465,16 @@ def test_a_cache_that_serves_half_or_nothing_is_told_after_one_epoch(
     assert why in loader.explain()
     assert len(complaints()) == 1
     loader.close()
+
+
+def test_uncompressed_files_beside_what_is_found_are_no_reason_to_warn(
+    folder: Path, complaints: Callable[[], list[str]]
+) -> None:
+    """The cache does for them what it can."""
+    with fastload.DataLoader(Uncompressed(folder), 4, cache="ram", collate_fn=list) as loader:
+        for _ in range(3):
+            list(loader)
+    assert not complaints()
 
 
 @pytest.mark.parametrize("make", [Photos, Threads])

@@ -5,7 +5,10 @@ Answers come in the order in which tasks were handed out.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ import torch
 import torch.utils.data
 
 from fastload.system.checks import as_int
+from fastload.system.child_process import exit_with
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
@@ -59,7 +63,7 @@ def run(
         num_workers=num_workers,
         prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,
-        worker_init_fn=_prepare_worker if num_workers else None,
+        worker_init_fn=functools.partial(_prepare_worker, os.getpid()) if num_workers else None,
         generator=torch.Generator(),  # keeps torch's global random state unchanged
     )
     return iter(loader)
@@ -80,7 +84,10 @@ def _unchanged(answer: Any) -> Any:
     return answer
 
 
-def _prepare_worker(_: int) -> None:
+def _prepare_worker(parent_pid: int, _: int) -> None:
+    # torch's workers look for their parent between tasks, if no lock of a queue that it held blocks them.
+    with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
+        exit_with(parent_pid)
     worker = torch.utils.data.get_worker_info()
     freeze_inherited()
     keep_freed_memory(1 if worker is None else worker.num_workers)
