@@ -86,16 +86,8 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         """cache='ram:x' should have an amount of memory after "ram:", such as cache="ram:32G\"""",
     ),
     "a cache of samples": (
-        lambda _: DataLoader(DATA, cache="ram-encoded"),
-        'should be "ram", "ram:32G", "lmdb:PATH" or None, but got \'ram-encoded\': a loader remembers files',
-    ),
-    "undecoded files": (
-        lambda _: CachedDataset(DATA, cache="ram-encoded"),
-        "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in transform=",
-    ),
-    "two caches": (
-        lambda _: CachedDataset(DATA, cache=["ram", "lmdb:x"]),  # type: ignore[arg-type]
-        "cache=['ram', 'lmdb:x'] is not a cache: pass one of these: the system keeps in memory what it reads",
+        lambda _: DataLoader(DATA, cache="samples"),
+        'should be "ram", "ram:32G", "lmdb:PATH" or None, but got \'samples\': a loader remembers files',
     ),
     "a folder": (
         lambda path: CachedDataset.build(DATA, path),

@@ -211,13 +211,6 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
         )
         literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
         hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
-        if cache == "ram-encoded":
-            hint = (
-                "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in "
-                "transform= with fastload.decode_image"
-            )
-        if isinstance(cache, (list, tuple)):
-            hint = "pass one of these: the system keeps in memory what it reads of a file, if there is room"
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):

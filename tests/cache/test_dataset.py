@@ -124,7 +124,7 @@ def test_indices_as_lists_take_them() -> None:
     assert described == "CachedDataset(Images of 20 samples, no cache, transform=as_it_is)"
 
 
-ONE, NAMES = "is not a cache: pass one of these", '"lmdb:PATH"'
+NAMES = 'is not a cache: pass "ram", "ram:32G", "lmdb:PATH"'
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,13 @@ ONE, NAMES = "is not a cache: pass one of these", '"lmdb:PATH"'
         ),
         (iter([1]), {}, "__len__ and __getitem__"),
         ({1, 2}, {}, "__getitem__"),
-        *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5)),
-        *(([1], {"cache": cache}, ONE) for cache in (["ram", "lmdb:x"], ("ram",), [])),
+        *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5, ["ram"])),
         ([1], {"max_memory": "much"}, "max_memory='much'"),
         ([1], {"cache": __file__}, f'pass cache="lmdb:{__file__}"'),
     ],
 )
 def test_what_is_no_dataset_and_no_cache_is_refused(dataset: Any, options: Any, said: str) -> None:
-    """The error says what is missing, or what to give: a list of caches, one of them."""
+    """The error says what is missing, or what to give."""
     with pytest.raises(ValueError if options else TypeError, match=said):
         CachedDataset(dataset, **options)
 
