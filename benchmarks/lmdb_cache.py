@@ -74,7 +74,7 @@ def build_rate(folder: Any, directory: Path, num_workers: int) -> float:
 
 
 def building(directory: Path, num_photos: int, size: int | None, runs: int) -> dict[str, Any]:
-    """A raw cache of an image folder, against the decoding alone."""
+    """A cache of an image folder, against the decoding alone."""
     make_photos(directory / "photos", num_photos)
     folder = fastload.ImageFolder(directory / "photos", size=size)
     count = min(ALONE, num_photos)
@@ -89,7 +89,7 @@ def building(directory: Path, num_photos: int, size: int | None, runs: int) -> d
         for w in BUILD_WORKERS
     }
     what = "500 x 375" if size is None else f"resized to {size}"
-    return report(f"raw LMDB of {num_photos:,} JPEG photos, {what}", "images/s", rows, ratios)
+    return report(f"LMDB of {num_photos:,} JPEG photos, {what}", "images/s", rows, ratios)
 
 
 # --- reading ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ def train(folder: Path, file: Path) -> None:
     photos = fastload.ImageFolder(folder, size=SIZE)
     transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])
     # The first run builds the file, in one process per CPU; CachedDataset.build takes another number. A
-    # later run opens it, or completes the build.
+    # later run opens it, or builds it anew after an interruption.
     dataset = fastload.CachedDataset(photos, transform, cache=f"lmdb:{file}")
     loader = fastload.DataLoader(
         dataset, batch_size=8, shuffle=True, num_workers=2, memory_format=torch.channels_last

@@ -1,8 +1,7 @@
 """A drop-in DataLoader for PyTorch over a shared cache of decoded images.
 
 `import fastload` imports nothing else; each public name imports its module on first use. The public modules
-are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.training` and
-`fastload.transforms`, and those below `fastload.integrations`.
+are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.training` and `fastload.transforms`.
 
 Add a new name in two places, the imports that type checkers read and the table that Python reads; a test
 compares the two.
@@ -56,5 +55,5 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "training.report": ("memory_report",),
             "workers.ray_pool": ("RayWorkers",),
         },
-        modules=("cache", "errors", "integrations", "profiling", "training", "transforms"),
+        modules=("cache", "errors", "profiling", "training", "transforms"),
     )

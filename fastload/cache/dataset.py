@@ -101,9 +101,7 @@ class CachedDataset(Dataset[Any]):
             pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
             copy.
         cache: `"ram"`, `"ram:32G"` (with this `max_memory`), `"lmdb:PATH"` (built now if PATH does not exist,
-            see `build`; if another process builds it, this one waits), `"lmdb:s3://..."` or
-            any other URL (downloaded once per host; `fastload cache build` must have built it), or a cache
-            object.
+            see `build`; if another process builds it, this one waits), or a cache object.
             None stores nothing, and reads the dataset every time; of an ImageFolder's JPEGs, only the region
             is decoded that a pipeline of albumentations begins by cropping (with the extra `regions`).
         pre_transform: The deterministic part, run once per sample, before it is cached; called like

@@ -50,7 +50,7 @@ _MEANINGS = {
     ExitCode.USAGE: "wrong usage, such as a path that does not exist",
     ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
     ExitCode.BUSY: "another build is running: try again later",
-    ExitCode.INTERRUPTED: "interrupted: run the same command again to continue",
+    ExitCode.INTERRUPTED: "interrupted",
 }
 
 

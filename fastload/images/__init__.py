@@ -2,6 +2,5 @@
 
 Read in this order: `decode`, `jpeg` and `geometry` (a file to an array), `encoded` and `regions` (images that
 are decoded later, or in part), `listing` and `remote` (the files of a folder, here and at a URL), `folder`
-(the dataset), `opened_files` (images that are read as people's own
-datasets read them).
+(the dataset), `opened_files` (images that are read as people's own datasets read them).
 """
