@@ -225,7 +225,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench", 2, "^UsageError: SOURCE is missing: `fastload bench --help` shows the arguments$"),
     ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
     ("bench ZOO --output no/such/file", 2, "should be a file"),
-    ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import struct
 import warnings
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -18,7 +19,6 @@ from PIL import Image
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache
-from tests.attacks.test_records import bomb, png
 from tests.kit.decoding import DictStore
 from tests.kit.faults import leave_address_space
 
@@ -37,6 +37,21 @@ def saved(format_name: str, mode: str = "RGB", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(file, format_name, **options)
     return file.getvalue()
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG that says that it has these sides."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    all_chunks = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b"")]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in all_chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def bomb() -> bytes:
+    return b"x\0\0" + zlib.compress(bytes(1 << 28))
 
 
 def changed(content: bytes, at: int, new: bytes) -> bytes:

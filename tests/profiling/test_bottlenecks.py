@@ -150,13 +150,15 @@ def suggested(kind: str, dataset: Any, free_bytes: int) -> dict[str, str]:
 def test_advised_code_runs_as_printed(
     dataset: Any, free_bytes: int, changes: set[str], tmp_path: Path, no_minimum: None, monkeypatch: Any
 ) -> None:
-    """Code and commands, with the names dataset, transform, mean, std and MODULE:NAME filled in."""
+    """Code and commands, with dataset, root, transform, mean, std and MODULE:NAME filled in."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(suggestions, "why_unavailable", lambda _: None)
     texts = suggested("torch", dataset, free_bytes)
     names: dict[str, Any] = {name: getattr(fastload, name) for name in ("CachedDataset", "DataLoader")}
     names |= {"fastload": fastload, "dataset": [np.zeros((4, 4, 3), np.uint8)], "transform": len}
-    names |= {"mean": [0.5], "std": [0.5]}
+    (tmp_path / "root" / "label").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "root" / "label" / "0.jpg")
+    names |= {"mean": [0.5], "std": [0.5], "root": tmp_path / "root"}
     assert changes <= texts.keys()
     for text in map(texts.get, changes):
         for command in re.findall(r"run fastload (.*?), and", text):
