@@ -303,6 +303,7 @@ if __name__ == "__main__":
 
 
 class TestVocSegmentation(Resumed):
+    filled_after = 2  # resizes come first, and the first epoch shows that they do not repeat
     script = f"""
 {JOINT}
 
