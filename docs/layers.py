@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (2034, 1150),
     "batch": (1473, 800),
     "cache": (4986, 2600),
-    "readers": (2249, 1200),
+    "readers": (2247, 1200),
     "images": (850, 600),
     "augmentation": (519, 800),
     "nested": (706, 620),

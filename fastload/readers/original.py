@@ -96,9 +96,7 @@ class Original:
             return self.pixels.core()
         if self._core is None and decode is not None:
             core, is_steady = decode()
-            if (
-                not is_steady
-            ):  # it was renamed or deleted; if it was written to as well, its times may not tell
+            if not is_steady:  # renamed or deleted; if also written to, its times may not tell
                 self._note, self._is_steady = None, False
             self._core, self._decode = core, None  # which lets go of the file
         return self._core
