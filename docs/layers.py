@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (2037, 1050),
     "workers": (2034, 1150),
     "batch": (1473, 800),
-    "cache": (4986, 2600),
+    "cache": (5060, 2600),
     "readers": (2247, 1200),
     "images": (850, 600),
     "augmentation": (519, 800),

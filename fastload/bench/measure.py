@@ -15,8 +15,8 @@ import torch.utils.data
 from fastload.bench.subprocess_runner import in_a_line
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.record import encode
 from fastload.cache.open_cache import pre_transformed
+from fastload.cache.records import encode
 from fastload.errors import CacheError, UnsupportedSampleError
 from fastload.loader import DataLoader
 

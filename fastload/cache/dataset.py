@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.batch.source import Allocate, BatchSource
-    from fastload.cache.format.sample_cache import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 # Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
 # fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.sample_cache import SampleCache
 
 
 class NoCache(SampleCache):

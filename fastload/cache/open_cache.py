@@ -33,20 +33,20 @@ from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
 from fastload.cache.build.sources import MappedDataset, encoded_source
 from fastload.cache.disk.disk_store import is_file_store
-from fastload.cache.format.fingerprint import (
+from fastload.cache.fingerprint import (
     Fingerprint,
     check_key,
     fingerprint_of,
     why_private,
 )
-from fastload.cache.format.record import encode
-from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.records import encode
+from fastload.cache.sample_cache import SampleCache
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment

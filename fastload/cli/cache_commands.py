@@ -200,7 +200,7 @@ def _decoded(details: dict[str, Any]) -> str:
 def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
     from fastload.cache.build.random_check import reject_random
-    from fastload.cache.format.fingerprint import fingerprint_of
+    from fastload.cache.fingerprint import fingerprint_of
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fastload.cache.disk import records
+from fastload.cache import records
+from fastload.cache.disk import records as disk_records
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.disk.rows import FILE, PIXELS, Row
 from fastload.cache.disk.segments import SegmentWriter
-from fastload.cache.format import record
 from fastload.errors import CacheError
 from tests.kit.faults import leave_address_space
 from tests.kit.numbered_files import key_of
@@ -35,14 +35,14 @@ def forged(spec: Any, *payloads: bytes) -> bytes:
     """A record with these payloads, one for each leaf."""
     text = json.dumps(spec).encode()
     words = [len(payload) for payload in payloads]
-    at = -(-(24 + len(text)) // 8) * 8
+    at = -(-(32 + len(text)) // 8) * 8
     kinds = [kind for kind in record_kinds(spec) if kind not in ("tuple", "list", "dict", "namedtuple")]
     content, start = b"", at + 8 * len(words)
     for kind, payload in zip(kinds, payloads, strict=True):
         unit = 64 if kind in ("array", "tensor") else 8
         content += bytes(-(start + len(content)) % unit) + payload
-    head = struct.pack("<4sHHIIQ", b"FLrc", 2, 0, len(text), len(words), start + len(content))
-    return head + text.ljust(at - 24, b"\0") + struct.pack(f"<{len(words)}Q", *words) + content
+    head = struct.pack("<4sHHQIIQ", b"FLrc", 3, 0, 0, len(text), len(words), start + len(content))
+    return head + text.ljust(at - 32, b"\0") + struct.pack(f"<{len(words)}Q", *words) + content
 
 
 def record_kinds(node: Any) -> Iterator[str]:
@@ -96,7 +96,7 @@ SAMPLES: dict[str, Callable[[], bytes]] = {
 def read_sample(_: None, content: bytes) -> str:
     """What comes of a record."""
     try:
-        return f"returned {record.decode(memoryview(content))!r:.100}"
+        return f"returned {records.decode(memoryview(content))!r:.100}"
     except CacheError as error:
         return type(error).__name__
 
@@ -133,15 +133,15 @@ def read_file(_: None, text: str) -> str:
     head = text.encode().ljust(-(-len(text) // 64) * 64, b"\0")
     answers = set()
     for elements in (b"", bytes(8)):
-        checksum = records._checksum(head, np.frombuffer(elements, np.uint8))
-        found = records.decode(memoryview(head + elements), len(text), checksum)
+        checksum = disk_records._checksum(head, np.frombuffer(elements, np.uint8))
+        found = disk_records.decode(memoryview(head + elements), len(text), checksum)
         answers.add("not stored" if found is None else f"returned {found!r:.100}")
     return " and ".join(sorted(answers))
 
 
 def limited() -> tuple[None, None]:
     """Starts the child of `reader`."""
-    for decode in (record, records):  # what is imported at the first use is there
+    for decode in (records, disk_records):  # what is imported at the first use is there
         assert decode
     read_sample(None, array("<i8"))
     leave_address_space(SPARE_BYTES)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastload.cache.format.record import decode, encode
+from fastload.cache.records import decode, encode
 from tests.cache.zoo import Everything, Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 

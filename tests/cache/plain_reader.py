@@ -35,8 +35,8 @@ def read_samples(path):
 
 def read_record(record):
     """The sample in a record; a tensor as an array."""
-    spec_bytes, count = struct.unpack_from("<II", record, 8)
-    at = -(-(24 + spec_bytes) // 8) * 8
+    spec_bytes, count = struct.unpack_from("<II", record, 16)
+    at = -(-(32 + spec_bytes) // 8) * 8
     lengths = iter(struct.unpack_from(f"<{count}Q", record, at))
     at += 8 * count
 
@@ -53,7 +53,7 @@ def read_record(record):
         at = start + next(lengths)
         return read_leaf(record[start:at], kind, *more)
 
-    return read(*json.loads(record[24 : 24 + spec_bytes]))
+    return read(*json.loads(record[32 : 32 + spec_bytes]))
 
 
 def read_leaf(payload, kind, dtype="", shape=()):

@@ -34,7 +34,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.staging import lock_name, only_builder
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.images.folder import ImageFolder

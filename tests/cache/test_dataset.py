@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.format.fingerprint import fingerprint_of
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheMismatchError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.memory import segment
 from fastload.system import locks

@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as arrays_of
 from fastload.cache.disk import disk_store, index, segments, upkeep
 from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, is_file_store
 from fastload.cache.disk.rows import ROW_BYTES
-from fastload.cache.format.plain_text import parse_plain_text, plain_text
+from fastload.cache.plain_text import parse_plain_text, plain_text
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.logs import say_once
 from tests.kit.jobs import Job

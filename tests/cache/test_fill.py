@@ -18,10 +18,10 @@ import pytest
 import rich.console
 
 import fastload
+from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format import progress
-from fastload.cache.format.progress import BuildProgress
+from fastload.cache.progress import BuildProgress
 from fastload.cache.ram import registry
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.system import locks

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.fingerprint import Fingerprint, digest_of, fingerprint_of
+from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference

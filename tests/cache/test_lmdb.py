@@ -20,7 +20,7 @@ import fastload
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.fingerprint import Fingerprint
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.files import OpenFile
 from fastload.cache.lmdb.format import PADDING, pack_key
 from fastload.cache.lmdb.lmdb_cache import LMDBCache

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.cache.format.record import ALIGNMENT_BYTES, decode, encode
 from fastload.cache.lmdb.lmdb_cache import stack_records
+from fastload.cache.records import ALIGNMENT_BYTES, decode, encode, is_intact
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.nested.leaf import TENSOR_STORAGE
 from fastload.nested.spec import Spec, flatten
@@ -100,6 +100,27 @@ def test_damage_raises_at_worst(data: st.DataObject) -> None:
         stack_records([memoryview(text) for text in records], np.empty)
     with contextlib.suppress(CacheError):
         decode(bytes(damaged[:end]))
+
+
+@given(st.data())
+def test_a_checksum_finds_damage_and_foreign_keys(data: st.DataObject) -> None:
+    """Any changed byte, a cut, bytes too many, exchanged sectors and another key are found."""
+    record, key = encode(data.draw(_SAMPLES), b"key"), b"key"
+    assert is_intact(record, key)
+    assert not is_intact(record, b"yek")
+    assert not is_intact(record[: data.draw(st.integers(0, len(record) - 1))], key)
+    assert not is_intact(record + b"\0", key)
+    changed = bytearray(record)
+    changed[data.draw(st.integers(0, len(record) - 1))] ^= data.draw(st.integers(1, 255))
+    assert not is_intact(changed, key)
+    sectors = encode((b"a" * 512, b"b" * 512), key)
+    at, other = sectors.index(b"a" * 512), sectors.index(b"b" * 512)
+    swapped = bytearray(sectors)
+    swapped[at : at + 512], swapped[other : other + 512] = (
+        sectors[other : other + 512],
+        sectors[at : at + 512],
+    )
+    assert not is_intact(swapped, key)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -185,7 +206,7 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
     [
         (Pair(1, 2), b"tests.cache.zoo", b"tests.cache.xyz", r"import tests\.cache\.xyz"),  # imports nothing
         (Pair(1, 2), b'"Pair"', b'"Imag"', "no such class"),  # another object is not called
-        (1, b"FLrc\x02", b"FLrc\x01", "not a record of format 2"),
+        (1, b"FLrc\x03", b"FLrc\x01", "not a record of format 3"),
         (1, b"\x08\0\0\0\0\0\0\0\x01", b"\x08\0\0\0\0\0\0\x09\x01", "claims .* bytes, which is impossible"),
         ("text", b"text", b"\xff\xfe\xfd\xfc", "a record's str"),
     ],

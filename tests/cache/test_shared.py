@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.records import ALIGNMENT_BYTES, encode, record_parts
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference

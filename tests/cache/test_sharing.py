@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
+from fastload.cache.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.ram import arena, registry, shared
 from fastload.cache.ram.arena import DESCRIPTION_AT
 from fastload.cache.ram.layout import Layout

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fastload
-from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.errors import ImageReadError
 from fastload.images.folder import ImageFolder
 from fastload.system.paths import local_path

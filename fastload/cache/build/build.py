@@ -21,16 +21,16 @@ from fastload.cache.build.plan import check_source, make_plan
 from fastload.cache.build.random_check import read_unnoticed, readable
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import FileWriter
-from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import encode
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.progress import BuildProgress
+from fastload.cache.records import encode
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, TooManyFailuresError
 from fastload.system.checks import check_arguments, one_of
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from fastload.cache.format.fingerprint import Fingerprint
+    from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if none was read before

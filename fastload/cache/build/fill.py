@@ -16,7 +16,7 @@ from fastload.batch.source import expect_tasks
 from fastload.cache.build import processes
 from fastload.cache.build.tasks import Failure
 from fastload.cache.disk.disk_store import DiskFileStore
-from fastload.cache.format.progress import BuildProgress
+from fastload.cache.progress import BuildProgress
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import leaves
 from fastload.system.checks import check_arguments, one_of
@@ -26,7 +26,7 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from fastload.cache.format.sample_cache import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time

@@ -15,9 +15,9 @@ import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.format.fingerprint import KEY_PART
-from fastload.cache.format.record import encode, outline
+from fastload.cache.fingerprint import KEY_PART
 from fastload.cache.lmdb.description import Plan, why_different
+from fastload.cache.records import encode, outline
 from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import say_once
@@ -26,7 +26,7 @@ from fastload.system.notes import add_note
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastload.cache.format.fingerprint import Fingerprint
+    from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 

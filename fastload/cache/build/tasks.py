@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, path_of
 from fastload.batch.source import expect_tasks
-from fastload.cache.format.record import record_parts
 from fastload.cache.lmdb.format import PADDING
+from fastload.cache.records import record_parts
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.spec import flatten
 from fastload.rng.draws import DrawWatch

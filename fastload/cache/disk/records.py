@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache.format.plain_text import parse_plain_text, plain_text
+from fastload.cache.plain_text import parse_plain_text, plain_text
 from fastload.memory.segment import round_up
 from fastload.nested.leaf import numpy_dtype
 from fastload.readers.decode_cache import Stored

@@ -11,7 +11,7 @@ from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, read_desc
 from fastload.cache.disk.records import decode
 from fastload.cache.disk.rows import FILE, PIXELS, ROW_BYTES, are_right
 from fastload.cache.disk.segments import NAME
-from fastload.cache.format.progress import BuildProgress
+from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:

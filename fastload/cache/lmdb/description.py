@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastload.cache.format.fingerprint import KEY_PART, Fingerprint
+from fastload.cache.fingerprint import KEY_PART, Fingerprint
 from fastload.errors import CacheMismatchError
 from fastload.system.checks import (
     TEXT,

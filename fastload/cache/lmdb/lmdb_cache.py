@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.format.columns import INT64_BYTES
-from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import decode, outline
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.columns import INT64_BYTES
 from fastload.cache.lmdb.files import damaged, open_file
 from fastload.cache.lmdb.format import CURE
+from fastload.cache.progress import BuildProgress
+from fastload.cache.records import PREFIX_AT, decode, outline
+from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import is_for_child
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastload.cache.format.columns import Allocate
+    from fastload.cache.columns import Allocate
     from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.files import OpenFile
 
@@ -247,11 +247,11 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         return None
     if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
         return None
-    size = len(first.prefix)
+    size = PREFIX_AT + len(first.prefix)
     end = max((sum(span) for span in first.spans), default=size)
     spans = []
     for record in records:
-        if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
+        if len(record) >= end and bytes(record[PREFIX_AT:size]) == first.prefix:  # the usual case
             spans.append(first.spans)
             continue
         other = outline(record)

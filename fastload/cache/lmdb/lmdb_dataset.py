@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheError
 from fastload.nested.tree import private_copy
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.cache.format.columns import Allocate
+    from fastload.cache.columns import Allocate
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 

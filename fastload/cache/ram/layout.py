@@ -23,9 +23,8 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.format.columns import Column, plan_columns
-from fastload.cache.format.fingerprint import Fingerprint
-from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
+from fastload.cache.columns import Column, plan_columns
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram.arena import (
     DESCRIPTION_AT,
     ENTRY_BYTES,
@@ -34,6 +33,7 @@ from fastload.cache.ram.arena import (
     create_segment,
     read_description,
 )
+from fastload.cache.records import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import dtype_name, numpy_dtype

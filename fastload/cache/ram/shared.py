@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.format.columns import ColumnReader
-from fastload.cache.format.fingerprint import Fingerprint
-from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
-from fastload.cache.format.sample_cache import SampleCache
+from fastload.cache.columns import ColumnReader
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, reserve_bytes
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
+from fastload.cache.records import ALIGNMENT_BYTES, decode, record_parts
+from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_child, is_for_other_machines, round_up
 from fastload.nested.spec import flatten
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastload.cache.format.columns import Allocate
+    from fastload.cache.columns import Allocate
     from fastload.cache.ram.registry import Entry
     from fastload.nested.spec import Spec
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastload.cache.format.record import FORMAT_VERSION
+from fastload.cache.records import FORMAT_VERSION
 from fastload.images.listing import DIGEST_BYTES
 
 KEY_PART = "cache_key"

@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.cache.format.columns import Allocate
+    from fastload.cache.columns import Allocate
 
 
 class SampleCache(ABC):

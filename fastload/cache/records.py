@@ -1,15 +1,16 @@
-"""Encodes one sample as bytes, in a closed, documented, versioned format without pickle.
+"""Encodes one value as bytes, in a closed, documented, versioned format without pickle.
 
 All numbers are little-endian:
 
     offset  bytes
     0       4      magic, b"FLrc"
-    4       2      format version, 2
+    4       2      format version, 3
     6       2      zero
-    8       4      S, number of bytes of the spec
-    12      4      L, number of leaves
-    16      8      number of bytes of the whole record
-    24      S      the spec: JSON as in `spec`, ASCII
+    8       8      XXH3-64, of the key and of all bytes from offset 16 on
+    16      4      S, number of bytes of the spec
+    20      4      L, number of leaves
+    24      8      number of bytes of the whole record
+    32      S      the spec: JSON as in `spec`, ASCII
     ...     8 * L  number of bytes of each leaf's payload, at the next multiple of 8
     ...            the payloads in order, each at the next multiple of its alignment from the record's start:
                    64 for arrays and tensors, 8 for other leaves; the gaps are zero
@@ -18,13 +19,19 @@ Payloads: arrays, tensors and NumPy scalars are their elements in C order and in
 An int is two's complement in 8 bytes or more, a float is IEEE 754 binary64, a bool is one byte, a str is
 UTF-8 (lone surrogates as three bytes each), bytes are stored unchanged, and None has no payload. NumPy's str_
 and bytes_ are stored like str and bytes.
+
+The checksum finds any changed bit, what a power failure leaves, and a record in the place of another one. It
+takes as long as a copy of the record. It protects against accidents only, so what a record says is checked
+before it is used.
 """
 
 from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
@@ -32,55 +39,84 @@ from fastload.nested.leaf import Leaf, fixed_nbytes
 from fastload.nested.leaves import from_bytes, to_bytes
 from fastload.nested.spec import Spec, flatten
 
-FORMAT_VERSION = 2
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT_VERSION = 3
 ALIGNMENT_BYTES = 64
 
+_BEGIN = struct.Struct("<4sHHQ")  # magic, version, zero, checksum
+_SIZES = struct.Struct("<IIQ")  # bytes of the spec, leaves, bytes of the record
 _MAGIC = b"FLrc"
-_HEADER = struct.Struct("<4sHHIIQ")
+_HEADER_BYTES = _BEGIN.size + _SIZES.size
 _WORD_BYTES = 8
 
 
-def encode(sample: Any) -> bytes:
-    """A sample as one record.
+def encode(value: Any, key: bytes = b"") -> bytes:
+    """A value as one record.
+
+    Args:
+        value: The value.
+        key: Under which it will be stored.
 
     Raises:
-        UnsupportedSampleError: A value in it cannot be cached; names its path.
+        UnsupportedSampleError: A part of it cannot be cached; names its path.
     """
-    return b"".join(record_parts(*flatten(sample))[0])
+    return b"".join(record_parts(*flatten(value), key)[0])
 
 
-def record_parts(spec: Spec, values: list[Any]) -> tuple[list[Any], int]:
+def record_parts(spec: Spec, values: list[Any], key: bytes = b"") -> tuple[list[Any], int]:
     """The record as buffers, to be written one after another, and its length in bytes.
 
     Args:
-        spec: Of the sample.
+        spec: Of the value.
         values: As `flatten` returns them; arrays are not copied.
+        key: Under which the record will be stored.
     """
     payloads = [to_bytes(leaf, value) for leaf, value in zip(spec.leaves, values, strict=True)]
-    sizes_at = round_up(_HEADER.size + len(spec.text), _WORD_BYTES)
+    sizes_at = round_up(_HEADER_BYTES + len(spec.text), _WORD_BYTES)
     end = sizes_at + _WORD_BYTES * len(payloads)
-    parts: list[Any] = [spec.text, bytes(sizes_at - _HEADER.size - len(spec.text))]
+    parts: list[Any] = [b"", spec.text, bytes(sizes_at - _HEADER_BYTES - len(spec.text))]
     parts.append(struct.pack(f"<{len(payloads)}Q", *map(len, payloads)))
     for leaf, payload in zip(spec.leaves, payloads, strict=True):
         start = round_up(end, _alignment_bytes(leaf))
         parts += [bytes(start - end), payload]
         end = start + len(payload)
-    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(spec.text), len(payloads), end)
-    return [header, *parts], end
+    parts[0] = _SIZES.pack(len(spec.text), len(payloads), end)
+    return [_BEGIN.pack(_MAGIC, FORMAT_VERSION, 0, _checksum(key, parts)), *parts], end
+
+
+def _checksum(key: bytes, parts: Sequence[Any]) -> int:
+    checksum = xxhash.xxh3_64(key)
+    for part in parts:
+        checksum.update(part)
+    return checksum.intdigest()
+
+
+def is_intact(record: bytes | memoryview, key: bytes) -> bool:
+    """Whether these are exactly the bytes that were encoded for this key."""
+    memory = memoryview(record)
+    if len(memory) < _HEADER_BYTES:
+        return False
+    checksum = _checksum(key, [memory[_BEGIN.size :]])
+    return bytes(memory[: _BEGIN.size]) == _BEGIN.pack(_MAGIC, FORMAT_VERSION, 0, checksum)
 
 
 class Outline(NamedTuple):
     """The positions of the payloads in a record; records with the same `prefix` have the same outline.
 
     Attributes:
-        spec: The structure of the sample.
-        prefix: All bytes before the payloads.
+        spec: The structure of the value.
+        prefix: All bytes between the checksum and the payloads, at `PREFIX_AT`.
         spans: Start and number of bytes of each leaf's payload.
     """
 
     spec: Spec
     prefix: bytes
     spans: list[tuple[int, int]]
+
+
+PREFIX_AT = _BEGIN.size
 
 
 def outline(record: bytes | memoryview) -> Outline:
@@ -90,28 +126,29 @@ def outline(record: bytes | memoryview) -> Outline:
         CacheCorruptError: The bytes are not a record of this format version.
     """
     memory = memoryview(record)
-    if len(memory) < _HEADER.size:
+    if len(memory) < _HEADER_BYTES:
         raise CacheCorruptError(f"a record of {len(memory)} bytes is shorter than its header")
-    magic, version, _, spec_bytes, num_leaves, total = _HEADER.unpack_from(memory)
+    magic, version, _, _ = _BEGIN.unpack_from(memory)
+    spec_bytes, num_leaves, total = _SIZES.unpack_from(memory, _BEGIN.size)
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise CacheCorruptError(
             f"not a record of format {FORMAT_VERSION}: it starts with {bytes(memory[:6])!r}"
         )
-    payloads_at = round_up(_HEADER.size + spec_bytes, _WORD_BYTES) + _WORD_BYTES * num_leaves
+    payloads_at = round_up(_HEADER_BYTES + spec_bytes, _WORD_BYTES) + _WORD_BYTES * num_leaves
     if not payloads_at <= total <= len(memory):
         raise CacheCorruptError(f"a record claims {total:,} bytes, but only {len(memory):,} are there")
-    return _outline_of(bytes(memory[:payloads_at]))
+    return _outline_of(bytes(memory[PREFIX_AT:payloads_at]))
 
 
-@lru_cache(maxsize=1024)  # samples of one shape differ only in their payloads
+@lru_cache(maxsize=1024)  # values of one shape differ only in their payloads
 def _outline_of(prefix: bytes) -> Outline:
-    _, _, _, spec_bytes, num_leaves, total = _HEADER.unpack_from(prefix)
-    spec = Spec.parse(prefix[_HEADER.size : _HEADER.size + spec_bytes])
+    spec_bytes, num_leaves, total = _SIZES.unpack_from(prefix)
+    spec = Spec.parse(prefix[_SIZES.size : _SIZES.size + spec_bytes])
     if len(spec.leaves) != num_leaves:
         raise CacheCorruptError(f"a record describes {len(spec.leaves)} values, but holds {num_leaves}")
     lengths = struct.unpack_from(f"<{num_leaves}Q", prefix, len(prefix) - _WORD_BYTES * num_leaves)
     spans = []
-    end = len(prefix)
+    end = PREFIX_AT + len(prefix)
     for leaf, nbytes in zip(spec.leaves, lengths, strict=True):
         start = round_up(end, _alignment_bytes(leaf))
         end = start + nbytes
@@ -122,7 +159,7 @@ def _outline_of(prefix: bytes) -> Outline:
 
 
 def decode(record: bytes | memoryview) -> Any:
-    """The sample of a record that starts at `record[0]`; bytes after it are ignored.
+    """The value of a record that starts at `record[0]`; bytes after it are ignored.
 
     Arrays are views of `record`, read-only if it is, and keep it alive. All other values are copies.
 
