@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Rooms from the bottom up; a file may import from its own room and from rooms before it, never in a circle.
 # A folder imports from itself and from folders before it, for types too.
 FROM_THE_BOTTOM = """
-errors version system memory readers images nested augmentation rng batch cache device transforms
+errors version system memory nested images readers augmentation rng batch cache device transforms
 workers epochs training loader profiling integrations bench cli __init__ __main__
 """
 LAYERS = FROM_THE_BOTTOM.split()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import Dataset, IterableDataset
 
+from fastload.augmentation.encoded import decoded
 from fastload.batch.source import expect, expects, positions_of
 from fastload.cache.build.fill import fill
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -29,7 +30,6 @@ from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.no_cache import NoCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
-from fastload.images.encoded import decoded
 from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators

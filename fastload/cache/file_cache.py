@@ -15,6 +15,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from fastload.augmentation.ends import ENDS
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.file_store import SharedFileStore, open_store
@@ -27,6 +28,8 @@ from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_LIBRARIES = {**patches.READERS, **ENDS}
 
 
 class FileCache:
@@ -86,7 +89,7 @@ class FileCache:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
-        with patches.installed(), self._decode_cache.active():
+        with patches.installed(_LIBRARIES), self._decode_cache.active():
             yield
 
     def read_for_good(self) -> None:

@@ -15,9 +15,9 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any
 
+from fastload.augmentation.encoded import EncodedImage, decoded
 from fastload.augmentation.libraries import ANY_CALLABLE, check_is_no_class, library_of
 from fastload.errors import ImageReadError
-from fastload.images.encoded import EncodedImage, decoded
 from fastload.nested.tree import OpaqueLeafError, copy_views, owns, private_copy, structure_of
 from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note

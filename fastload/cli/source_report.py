@@ -11,11 +11,11 @@ import statistics
 from math import prod
 from typing import Any
 
+from fastload.augmentation.encoded import EncodedImage
 from fastload.batch.source import expect
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
-from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size, table

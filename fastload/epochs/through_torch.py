@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.augmentation import ends
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
 from fastload.batch.packing import nbytes_of
@@ -24,7 +25,6 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.transform import EpochTransform
-from fastload.readers import patches
 from fastload.rng.entry_points import THREAD
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
@@ -93,7 +93,7 @@ class TorchIterator(EpochIterator):
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
     file_cache: FileCache | None = None
-    reading: Callable[[], AbstractContextManager[None] | None] = staticmethod(patches.without_cache)
+    reading: Callable[[], AbstractContextManager[None] | None] = staticmethod(ends.met)
 
     def begin_transform(self) -> None:
         """Take the loader's `batch_transform` for this epoch."""

@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_file
-from fastload.images.encoded import EncodedImage
 from fastload.images.listing import DIGEST_BYTES, list_folder
 from fastload.images.remote import RemoteFiles
 from fastload.system.checks import as_path
@@ -148,9 +147,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             ImageReadError: if the file cannot be read.
             IndexError: if there is no such sample.
         """
-        number = _resolve(index, len(self))
-        path, label = self._sample(number)
-        content = self._content(number)
+        path, content, label = self._file(index)
         if self.decode:
             image = decode(path if content is None else content, path, self.size)
         else:
@@ -185,11 +182,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         """Whether the samples are decoded images, as they are in their files."""
         return self.decode and self.size is None and self.transform is None
 
-    def _encoded(self, index: int) -> tuple[EncodedImage, int]:
-        """The sample with its image undecoded; no local file is opened."""
+    def _file(self, index: int) -> tuple[str, bytes | None, int]:
+        """The path, the content if the file is remote, and the label of a sample."""
         number = _resolve(index, len(self))
         path, label = self._sample(number)
-        return EncodedImage(path, self._content(number)), label
+        return path, self._content(number), label
 
     @property
     def samples(self) -> SequenceView[tuple[str, int]]:

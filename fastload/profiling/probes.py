@@ -43,7 +43,7 @@ FUNCTIONS = (
     ("imageio.v3", "imread", DECODE),
     ("simplejpeg", "decode_jpeg", DECODE),
     ("tifffile", "imread", DECODE),
-    ("fastload.images.regions", "decode_region", DECODE),
+    ("fastload.augmentation.regions", "decode_region", DECODE),
     ("os", "open", READ),
     ("os", "read", READ),
     ("os", "pread", READ),

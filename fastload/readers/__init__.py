@@ -8,6 +8,5 @@ Read in this order: `identity` (what identifies a file), `decode_cache` (what is
 (what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and
 `pillow` after `sources` (stored pixels, and opened files), `resizes` (which resizes repeat), `original` (what
 is stored of a file) and `lazy_image` (images without pixels until something needs them). Users register
-functions of their own by `remember`, after `nest` (what they return). `torchvision_end` remembers nothing: it
-does the last steps of torchvision's pipelines at once, with and without a cache.
+functions of their own by `remember`, after `nest` (what they return).
 """

@@ -24,8 +24,7 @@ from fastload.readers.patch import thread
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping
 
     from fastload.readers.patch import Patch
 
@@ -36,11 +35,7 @@ READERS = {
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",
-    "torchvision.transforms": "fastload.readers.torchvision_end",
-    "torchvision.transforms.v2": "fastload.readers.torchvision_end:patches_of_v2",
 }
-# Those that remember nothing, and are of use without a cache.
-_ENDS = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
 
 
 def _is_imported(library: str) -> bool:
@@ -58,25 +53,28 @@ class _Patches:
         self.num_fetches = 0
         self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def meet(self, libraries: Collection[str]) -> list[Patch]:
+    def meet(self, readers: Mapping[str, str]) -> list[Patch]:
         """Meet those of the libraries that were imported since the last time.
+
+        Args:
+            readers: As `READERS`.
 
         Returns:
             What to replace in all of them.
         """
-        for library in libraries:
+        for library in readers:
             if library in self.by_library or not _is_imported(library):
                 continue
-            reader, _, function = READERS[library].partition(":")
+            reader, _, function = readers[library].partition(":")
             try:
                 self.by_library[library] = pkgutil.resolve_name(f"{reader}:{function or 'patches'}")()
             except Exception as error:  # noqa: BLE001  # a release that the reader does not know
                 self.by_library[library] = []
                 log.info("%s is not met: %r", library, error)
-        return [patch for library in libraries for patch in self.by_library.get(library, ())]
+        return [patch for library in readers for patch in self.by_library.get(library, ())]
 
-    def put(self, libraries: Collection[str]) -> None:
-        for patch in self.meet(libraries):
+    def put(self, readers: Mapping[str, str]) -> None:
+        for patch in self.meet(readers):
             patch.put()
 
     def count_fetch(self, change: int) -> None:
@@ -106,14 +104,14 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class installed:  # noqa: N801  # a block, used as a function; a generator would take twice as long
-    """Meet the libraries, names in READERS, during a fetch; None: all. It can be entered again and again."""
+    """Meet libraries during a fetch, by default those of `READERS`; it can be entered again and again."""
 
-    def __init__(self, libraries: Collection[str] | None = None) -> None:
-        self._libraries = READERS if libraries is None else libraries
+    def __init__(self, readers: Mapping[str, str] | None = None) -> None:
+        self._readers = READERS if readers is None else readers
 
     def __enter__(self) -> None:
         with _patches.lock:
-            _patches.put(self._libraries)
+            _patches.put(self._readers)
             _patches.count_fetch(1)
 
     def __exit__(self, *exc_info: object) -> None:
@@ -121,19 +119,10 @@ class installed:  # noqa: N801  # a block, used as a function; a generator would
             _patches.count_fetch(-1)
 
 
-_met_without_cache = installed(_ENDS)
-
-
-def without_cache() -> AbstractContextManager[None] | None:
-    """Meet the libraries that need no cache, during a fetch; None: there is none of them."""
-    return _met_without_cache if "torchvision.transforms" in sys.modules else None
-
-
 def unmet() -> list[str]:
     """Functions and methods of imported libraries that are left alone, each with the reason."""
-    libraries = READERS.keys() - _ENDS
     with _patches.lock:
-        patches = _patches.meet(libraries)
+        patches = _patches.meet(READERS)
     return [
         f"{patch.owner.__name__}.{patch.name} ({'an object holds it' if patch.is_held else 'replaced'})"
         for patch in patches

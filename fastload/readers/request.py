@@ -1,7 +1,7 @@
 """What a loader's `cache=`, or the environment variable FASTLOAD_CACHE, asks for.
 
 FASTLOAD_CACHE decides for the loaders of a script that name no cache ("ram", "ram:32G", "lmdb:PATH"), or
-turns all of them off ("off"). FASTLOAD_FUSE=off turns off what libraries do faster without a cache.
+turns all of them off ("off").
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from fastload.system.budget import check_memory
 from fastload.system.paths import cache_path
 
 CACHE_VARIABLE = "FASTLOAD_CACHE"
-FUSE_VARIABLE = "FASTLOAD_FUSE"
 DISK = "lmdb:"
 _OFF = "off"
 
@@ -61,8 +60,3 @@ def requested_cache(cache: str | None) -> str | None:
     except ValueError as error:
         raise ValueError(f"{CACHE_VARIABLE}: {error}; or set it to {_OFF!r}") from None
     return cache or text
-
-
-def may_fuse() -> bool:
-    """Whether libraries may be met without a cache."""
-    return os.environ.get(FUSE_VARIABLE) != _OFF

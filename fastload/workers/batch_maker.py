@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fastload.augmentation import ends
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
-from fastload.readers import patches
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
@@ -205,7 +205,7 @@ def make_fetcher(
         seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
-        reading=patches.without_cache if spec.file_cache is None else spec.file_cache.reading,
+        reading=ends.met if spec.file_cache is None else spec.file_cache.reading,
     )
 
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.ram import file_store, file_table, registry
+from tests.augmentation.test_encoded import noise
 from tests.cache.zoo import Images
-from tests.images.test_encoded import noise
 from tests.kit.jobs import Job
 
 

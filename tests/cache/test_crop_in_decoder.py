@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fastload.augmentation import regions
 from fastload.augmentation.albumentations.crop import CropInDecoder
+from fastload.augmentation.encoded import EncodedImage
 from fastload.cache.dataset import CachedDataset
 from fastload.errors import ImageReadError
-from fastload.images import regions
-from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
-from tests.images.test_encoded import image_file
+from tests.augmentation.test_encoded import image_file
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from fastload import CachedDataset, DataLoader, ImageFolder
 from fastload.augmentation.albumentations.crop import CropInDecoder
 from fastload.augmentation.albumentations.deferred_end import find_deferred_end
-from fastload.images.encoded import EncodedImage
+from fastload.augmentation.encoded import EncodedImage
 from fastload.nested.deferred import DeferredImage, computed
+from tests.augmentation.test_encoded import image_file
 from tests.cache.test_crop_in_decoder import HEIGHT, WIDTH, states, targets
 from tests.cache.test_crop_in_decoder import compose as with_targets
 from tests.cache.zoo import Images, Made
-from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+from fastload.augmentation.encoded import EncodedImage
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.errors import ImageReadError
-from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
+from tests.augmentation.test_encoded import noise
 from tests.cache.zoo import Made
-from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:

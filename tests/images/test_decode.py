@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from fastload.augmentation.encoded import EncodedImage
 from fastload.errors import ImageReadError
 from fastload.images import jpeg
 from fastload.images.decode import decode, decode_image, read_image
-from fastload.images.encoded import EncodedImage
 from fastload.images.jpeg import opencv_pixels
-from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
+from tests.augmentation.test_encoded import KINDS, OTHERS, exif_of, image_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

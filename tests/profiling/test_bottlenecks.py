@@ -18,9 +18,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
+from fastload.augmentation import regions
 from fastload.cache.file_cache import _stores, forget_stores
 from fastload.cli import main
-from fastload.images import regions
 from fastload.profiling import suggestions
 from fastload.readers import identity
 from fastload.readers.resizes import NUM_LEARNT

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 import fastload
-from fastload.readers import identity, patches, torchvision_end
+from fastload.augmentation import torchvision_end
+from fastload.readers import identity, patches
 from tests.readers.generated import ByBatch, Generated, Stream, draw_recipe, write_files
 
 EPOCHS, BATCH = 3, 4

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.augmentation.albumentations import pipelines
-from fastload.images.regions import name_of_decoder
+from fastload.augmentation.regions import name_of_decoder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.images.encoded import EncodedImage
+    from fastload.augmentation.encoded import EncodedImage
 
 # Transforms of an image alone that first cut out the box `crop_coords`; some then resize it.
 _CROPS = frozenset(

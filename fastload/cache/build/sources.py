@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from fastload.augmentation.encoded import EncodedImage
 from fastload.batch.source import expect, expects
 from fastload.images.folder import ImageFolder
 
@@ -63,4 +64,7 @@ def encoded_source(dataset: Any) -> Any:
 
 
 def _encoded(dataset: ImageFolder, index: int) -> Any:
-    return dataset._encoded(index) if dataset._has_encoded else dataset[index]  # a transform can be set later
+    if not dataset._has_encoded:  # a transform can be set later
+        return dataset[index]
+    path, content, label = dataset._file(index)
+    return EncodedImage(path, content), label

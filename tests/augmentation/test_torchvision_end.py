@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
 import fastload
-from fastload.readers import patches, torchvision_end
+from fastload.augmentation import ends, torchvision_end
+from fastload.readers import patches
 from tests.kit.torchvision import import_torchvision
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def same(pipeline: Any, *inputs: Any) -> bool:
     """Whether a pipeline does the same in a fetch."""
     has_memory = isinstance(inputs[0], (np.ndarray, torch.Tensor))  # a copy of it has other strides
     expected = outcome(pipeline, *(inputs if has_memory else copy.deepcopy(inputs)))
-    with patches.without_cache():
+    with ends.met():
         return bool(outcome(pipeline, *inputs) == expected)
 
 
@@ -218,7 +219,7 @@ def test_a_result_has_memory_of_its_own_that_can_be_resized() -> None:
     """Two results share nothing, and their storage is torch's."""
     for end in (end_of_v1(), end_of_v2()):
         pipeline, image = v1.Compose(end), picture()
-        with patches.without_cache():
+        with ends.met():
             one, other = pipeline(image), pipeline(image)
         before = facts(other)
         one.fill_(0)
@@ -388,7 +389,7 @@ def test_a_changed_argument_takes_effect_at_once(name: str, fused: list[Any]) ->
     seen = set()
     for change in changes:
         change()
-        with patches.without_cache():
+        with ends.met():
             in_fetch = outcome(pipeline, image)
         assert in_fetch == outcome(pipeline, image)
         seen.add(in_fetch[0])
@@ -432,7 +433,7 @@ def test_nothing_is_written_to_objects_of_the_user(fused: list[Any]) -> None:
     pipeline, image = v2.Compose(end_of_v2()), picture()
     objects = [pipeline, image, *pipeline.transforms]
     before = [dict(vars(one)) for one in objects]
-    with patches.without_cache():
+    with ends.met():
         pipeline(image)
     assert [vars(one) for one in objects] == before
     assert fused
@@ -645,7 +646,7 @@ def test_an_image_with_its_target(name: str, end: str, fused: list[Any]) -> None
         torch.manual_seed(0)
         expected = nest_facts(compose(steps)(*inputs))
         torch.manual_seed(0)
-        with patches.without_cache():
+        with ends.met():
             result = nest_facts(compose(steps)(*inputs))
         assert result == expected
     assert bool(fused) == (name in JOINT)
@@ -657,7 +658,7 @@ def test_a_step_that_converts_masks_too_runs_itself(fused: list[Any]) -> None:
     pipeline = v2.Compose([v2.ToImage(), v2.ConvertImageDtype(torch.float32), v2.Normalize(MEAN, STD)])
     for image in (picture(), v2.ToImage()(picture())):
         expected = nest_facts(pipeline(image, target()))
-        with patches.without_cache():
+        with ends.met():
             assert nest_facts(pipeline(image, target())) == expected
     assert not fused
 
@@ -670,11 +671,11 @@ def test_an_image_of_torchvision_with_its_target(fused: list[Any]) -> None:
         torch.manual_seed(seed)
         expected = nest_facts(pipeline(picture(), label))
         torch.manual_seed(seed)
-        with patches.without_cache():
+        with ends.met():
             assert nest_facts(pipeline(picture(), label)) == expected
     assert fused
     fused.clear()
-    with patches.without_cache():
+    with ends.met():
         assert v2.Compose(end_of_v2())(picture(), label)[1] is label
     assert fused
 
@@ -684,7 +685,7 @@ def test_what_a_joint_step_returns_is_unpacked(fused: list[Any]) -> None:
     for step in (lambda image, label: [image, label], lambda image, label: 3, lambda image, label: (image,)):
         pipeline = v2.Compose([step, *end_of_v2()])
         outcomes = []
-        for reading in (contextlib.nullcontext, patches.without_cache):
+        for reading in (contextlib.nullcontext, ends.met):
             with reading():
                 try:
                     outcomes.append(nest_facts(pipeline(picture(), 3)))
@@ -827,7 +828,7 @@ def test_loaders_give_torchs_batches(name: str, workers: dict[str, Any], cache: 
 def test_other_threads_and_calls_outside_of_fetches_run_the_steps(fused: list[Any]) -> None:
     """It is on in the thread that fetches alone, and while it fetches."""
     pipeline = v1.Compose(end_of_v1())
-    with patches.without_cache():
+    with ends.met():
         thread = threading.Thread(target=pipeline, args=(picture(),))
         thread.start()
         thread.join()
@@ -844,15 +845,15 @@ def test_a_variable_turns_it_off() -> None:
     program = """
 import sys
 import fastload
-from fastload.readers import patches
-assert patches.without_cache() is None
+from fastload.augmentation import ends
+assert ends.met() is None
 assert "torchvision" not in sys.modules
 from tests.kit.torchvision import without_operators
 without_operators()
 import torchvision.transforms as v1
-real = v1.Compose.__call__
-with patches.without_cache():
-    print(v1.Compose.__call__ is real)
+real = vars(v1.Compose)["__call__"]
+with ends.met():
+    print(vars(v1.Compose)["__call__"] is real)
 """
     for value, is_real in (("off", "True"), ("", "False"), ("on", "False")):
         environment = {**os.environ, "FASTLOAD_FUSE": value}
@@ -865,7 +866,7 @@ with patches.without_cache():
 def test_a_class_that_is_replaced_pickles_as_ever() -> None:
     """Pipelines and their methods, pickled in a fetch or outside."""
     pipeline = v1.Compose(end_of_v1())
-    with patches.without_cache():
+    with ends.met():
         text = copy.copy(pipeline), copy.deepcopy(pipeline)
     assert all(same(one, picture()) for one in text)
     assert v1.Compose.__call__.__qualname__ == "Compose.__call__"

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,6 @@ import torch
 from PIL import Image
 
 from fastload.readers.patch import Patch, thread
-from fastload.readers.request import may_fuse
 from fastload.readers.torchvision_io import memory_of
 from fastload.system.torch_private import has_hooks_or_modes, plain_tensor, pytree
 
@@ -46,14 +46,18 @@ _NUM_LEVELS = 256
 _TINY, _MAX = 1e-37, 2.0**53  # beyond, torch and NumPy can make other floats of a number
 
 
+def _is_on() -> bool:
+    return os.environ.get("FASTLOAD_FUSE") != "off"
+
+
 def patches() -> list[Patch]:
     """What is replaced in torchvision.transforms."""
-    return [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)] if may_fuse() else []
+    return [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)] if _is_on() else []
 
 
 def patches_of_v2() -> list[Patch]:
     """What is replaced in torchvision.transforms.v2."""
-    return [Patch(sys.modules[_V2].Compose, "forward", _of_v2)] if may_fuse() else []
+    return [Patch(sys.modules[_V2].Compose, "forward", _of_v2)] if _is_on() else []
 
 
 def _of_v1(real: Callable[..., Any]) -> Callable[..., Any]:

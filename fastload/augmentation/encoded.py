@@ -71,8 +71,8 @@ class EncodedImage:
         Raises:
             ImageReadError: The file cannot be read or decoded.
         """
+        from fastload.augmentation.regions import decode_region
         from fastload.images.decode import decode
-        from fastload.images.regions import decode_region
 
         if box is None:
             return decode(self.content, self.path)

@@ -18,9 +18,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.images import regions
+from fastload.augmentation import regions
+from fastload.augmentation.encoded import EncodedImage
 from fastload.images.decode import decode
-from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
     from pathlib import Path
