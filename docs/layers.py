@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (2037, 1050),
     "workers": (2034, 1150),
     "batch": (1473, 800),
-    "cache": (5037, 2600),
+    "cache": (5560, 2600),
     "readers": (1935, 1200),
     "images": (730, 600),
     "augmentation": (952, 800),

@@ -74,7 +74,16 @@ def test_a_module_that_a_string_names_counts_as_imported() -> None:
 # Inside cache/: what all of it builds on, then the folders, from the bottom up.
 CACHE_BASE = {
     f"cache.{name}"
-    for name in ("columns", "fingerprint", "plain_text", "progress", "records", "sample_cache", "store")
+    for name in [
+        "columns",
+        "fingerprint",
+        "lmdb_store",
+        "plain_text",
+        "progress",
+        "records",
+        "sample_cache",
+        "store",
+    ]
 }
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.ram": CACHE_BASE,

@@ -30,10 +30,12 @@ class Store(Protocol):
     """What every store can do.
 
     Attributes:
+        lasts: Whether it outlives this system: its records were on a disk, so whoever reads one checks it.
         max_bytes: The most that it takes; None: what the disk has.
         full_reason: Why it does not keep what it has no room for.
     """
 
+    lasts: bool
     max_bytes: int | None
     full_reason: str
 

@@ -1,0 +1,698 @@
+"""LmdbStore: records in one LMDB file, which any LMDB program reads.
+
+A file is filled by any number of processes of one machine until it is finished; from then on it never
+changes, and is read anywhere. The key b"meta" has a JSON object: `version`, `uuid`, `finished`, and what its
+maker adds. All other values are records (see `records`). Rules:
+
+1. Values are copied out under a lock, so no view of the mapping leaves this class, and every environment is
+   closed before a fork. A process opens it anew on its next access.
+2. LMDB's own locks end when anything closes a descriptor of its lock file, or removes it. So commits take
+   turns by flock on a descriptor of the data file, opened for each, and first compare the lock file and the
+   number of the last commit. Nothing here opens the lock file.
+3. A process keeps a descriptor. A finished file is opened through it; one that is being filled by its path,
+   if the file there is still the same one.
+4. Nobody who trains waits for another process's commit: records stay pending, and above a share of the free
+   memory they are not kept.
+5. Commits are not synced. Until they are, a marker beside the file names the boot of the system; after a
+   power failure, whatever fails its check is discarded before LMDB reads it.
+6. What keeps this process from using the file is one line of log, and `problem`; then nothing is found or
+   kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import stat
+import struct
+import threading
+import time
+import uuid
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import lmdb.verify
+import numpy as np
+
+from fastload.cache.records import ALIGNMENT_BYTES, is_intact
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.memory.segment import round_up
+from fastload.readers.decode_cache import NO_SPACE
+from fastload.readers.identity import file_system_of, is_local
+from fastload.system.budget import available_bytes
+from fastload.system.disk import sync_directory, write_new
+from fastload.system.limits import read_text, resource
+from fastload.system.locks import fcntl, flock_fd, flocked
+from fastload.system.logs import log
+from fastload.system.os_errors import why_unwritable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import numpy.typing as npt
+
+FORMAT_VERSION = 5
+META_KEY = b"meta"
+FREE_SHARE, FREE_MAX_BYTES = 0.05, 20 << 30  # of the disk, that stay free
+
+_BATCH_BYTES, _BATCH_RECORDS = 16 << 20, 64  # pending, from which on a process tries to commit
+_PENDING_BYTES, _PENDING_SHARE = 128 << 20, 1 / 16  # at most, of one process; of the free memory, of all
+_IDLE_S = 0.5  # after so long, an access tries to commit fewer
+_CLOSE_S, _FLUSH_S = 1.0, 600.0  # that close() and flush() wait for a turn
+_RETRY_S = 60.0  # after the disk was full
+_MAX_READERS = 2048
+_MAP_BYTES = 1 << 40
+_CHUNK_KEYS = 1024
+_LOCK, _BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FLOCK = "hhqqi"  # struct flock of fcntl(2)
+_SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
+_PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
+_CURE = "remove it, and build the cache again"
+_OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
+
+
+class _RefusedError(Exception):
+    """Why this process does not use the file."""
+
+
+_stores: weakref.WeakValueDictionary[tuple[int, int], LmdbStore] = weakref.WeakValueDictionary()
+_stores_lock = threading.RLock()
+
+
+def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
+    """The store in a file; this process has one for each file.
+
+    Args:
+        path: Absolute.
+        create: Fields of `meta` with which a file is made if there is none, or an empty one; its directory
+            must exist.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CacheMismatchError: It is something else, or has another format.
+        CacheCorruptError: It is damaged.
+        CacheError: It cannot be read, or made.
+    """
+    try:
+        if os.path.isdir(path):
+            raise CacheMismatchError(
+                f"{path} is a directory, but a cache on disk is one file: use a different path, or, if an "
+                f"earlier version made it, {_CURE}"
+            )
+        fd = _descriptor(path, os.O_CREAT if create is not None else 0)
+    except OSError as error:
+        if create is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise FileNotFoundError(f"there is no cache at {path}") from None
+        what = "read" if create is None else "make"
+        raise CacheError(f"cannot {what} the cache {path}: {why_unwritable(error, path)}") from error
+    with _stores_lock:
+        key = (status := os.fstat(fd)).st_dev, status.st_ino
+        store = _stores.get(key)
+        if store is None:
+            try:
+                store = _stores[key] = LmdbStore(path, fd, *_examined(path, fd, create))
+            except BaseException:
+                os.close(fd)
+                raise
+        else:
+            os.close(fd)
+    return store
+
+
+def _descriptor(path: str, flags: int) -> int:
+    """Read and write, if that is allowed, for making the file and for locks of all kinds."""
+    always = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        return os.open(path, os.O_RDWR | flags | always, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return os.open(path, os.O_RDONLY | always)
+
+
+def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
+    """A pickled store in another process."""
+    try:
+        store = open_store(path)
+        if store.meta["uuid"] == meta["uuid"]:
+            return store
+        problem = f"{path} was replaced by another file"
+    except (CacheError, FileNotFoundError) as error:
+        problem = str(error)
+    return LmdbStore(path, -1, meta, problem)
+
+
+# --- what a file is, before it is used --------------------------------------------------------------------
+
+
+def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    """`meta`, and why the file is not used, if that is so; no other process commits meanwhile."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
+    try:
+        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is committed
+            flock_fd(again, wait_s=_FLUSH_S)
+        if os.path.exists(path + _BOOT) and Path(path + _BOOT).read_bytes() != _boot_id():
+            _discard_damaged(path, fd, is_replaced=create is not None)
+        if (
+            create is not None and os.fstat(fd).st_size <= 2 * mmap.PAGESIZE
+        ):  # its maker might have been killed
+            _make(path, fd, create)
+        return _read_meta(path, fd), None
+    except lmdb.Error as error:
+        if "already open" in str(error):
+            return {}, f"{path} is open in this process through py-lmdb: close it there"
+        raise CacheMismatchError(
+            f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
+        ) from error
+    except OSError as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
+    finally:
+        os.close(again)
+
+
+def _boot_id() -> bytes:
+    return read_text(_BOOT_ID).strip().encode()
+
+
+def _quiet(fd: int, **options: Any) -> Any:
+    """An environment of a file that nobody else writes to meanwhile; LMDB uses no lock file."""
+    return lmdb.open(f"/proc/self/fd/{fd}", subdir=False, lock=False, readahead=False, **options)
+
+
+def _problems(fd: int) -> list[str]:
+    """What is wrong with the tree in a file that nobody writes to now, found without LMDB's engine."""
+    try:
+        return list(lmdb.verify.verify(f"/proc/self/fd/{fd}"))  # type: ignore[no-untyped-call]
+    except lmdb.verify.VerifyError as error:
+        return [str(error)]
+
+
+def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
+    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "finished": False, **fields}
+    with _quiet(fd) as env, env.begin(write=True) as txn:
+        if not txn.stat()["entries"]:
+            txn.put(META_KEY, json.dumps(meta).encode("ascii"))
+    sync_directory(os.path.dirname(path))
+
+
+def _read_meta(path: str, fd: int) -> dict[str, Any]:
+    with _quiet(fd, readonly=True) as env:
+        nbytes, needed = os.fstat(fd).st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        if nbytes < needed and (problems := _problems(fd)):
+            raise CacheCorruptError(
+                f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {_CURE}"
+            )
+        with env.begin() as txn:
+            text = txn.get(META_KEY)
+    try:
+        meta = dict(json.loads(text or b"null"))
+        version, _, _ = meta["version"], meta["uuid"], meta["finished"]
+    except (ValueError, TypeError, KeyError):
+        raise CacheMismatchError(
+            f"{path} is an LMDB file, but no cache that this version made: use a different path, or {_CURE}"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise CacheMismatchError(
+            f"{path} is a cache of format {version}, but this version reads {FORMAT_VERSION}: use a "
+            f"different path, or {_CURE}"
+        )
+    return meta
+
+
+def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
+    """Discard what a power failure damaged: the records whose checks fail, or everything if the tree is."""
+    log.warning("cache: %s was not synced before the system went down: checking it", path)
+    problems = _problems(fd)
+    if problems and not is_replaced:
+        raise CacheCorruptError(f"{path} was damaged when the system went down ({problems[0]}): {_CURE}")
+    if problems:
+        os.ftruncate(fd, 0)
+        log.warning("cache: %s was damaged (%s), and is built anew", path, problems[0])
+    else:
+        with _quiet(fd) as env:
+            damaged = [key for key, _, is_right in _checked(env) if not is_right]
+            with env.begin(write=True) as txn:
+                for key in damaged:
+                    txn.delete(key)
+        log.warning("cache: %s: %d damaged records were discarded", path, len(damaged))
+    os.fsync(fd)
+    os.unlink(path + _BOOT)
+
+
+def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
+    """All keys, the sizes of their records, and whether these are intact."""
+    at: bytes | None = b""
+    while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
+        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            found = cursor.set_range(at) if at else cursor.first()
+            at = None
+            checked: list[tuple[bytes, int, bool]] = []
+            while found:
+                key = bytes(cursor.key())
+                if len(checked) == _CHUNK_KEYS:
+                    at = key
+                    break
+                value = cursor.value()
+                if key != META_KEY:
+                    checked.append((key, len(value), is_intact(value, key)))
+                found = cursor.next()
+        yield from checked
+
+
+# --- a store ----------------------------------------------------------------------------------------------
+
+
+class LmdbStore:
+    """A file of records as this process uses it; pickled, it is opened again. `open_store` makes it.
+
+    Args:
+        path: Of the file.
+        fd: A descriptor of it, which this object closes; -1 for none.
+        meta: What the file says of itself.
+        problem: Why this process does not use it.
+
+    Attributes:
+        path: As given.
+        meta: As given.
+        lasts: True: records are read from a disk.
+        max_bytes: None: the disk is the limit.
+        full_reason: Why something is not kept.
+        problem: What keeps this process from reading the file, or from writing to it now.
+    """
+
+    lasts = True
+    max_bytes = None
+    full_reason = NO_SPACE
+
+    def __init__(self, path: str, fd: int, meta: dict[str, Any], problem: str | None = None) -> None:
+        self.path, self.meta, self._fd = path, meta, fd
+        self.problem: str | None = None
+        self._is_refused = False
+        self._env: Any = None
+        self._lock_file: tuple[int, int] | None = None  # device and inode, when the environment was opened
+        self._lock = threading.RLock()
+        self._pending: dict[bytes, bytes] = {}
+        self._pending_bytes = self._max_pending_bytes = 0
+        self._damaged: set[bytes] = set()  # keys whose records are to be replaced
+        self._try_at_s = self._write_at_s = 0.0
+        self._told = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forks
+        self._space = _pid_namespace()
+        weakref.finalize(self, _close, fd).atexit = False
+        if problem is not None:
+            self._refuse(problem)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.path, self.meta)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return 0 if self._fd < 0 else os.fstat(self._fd).st_size
+
+    @property
+    def num_records(self) -> int:
+        """How many are stored, or pending here."""
+        with self._lock:
+            return (self._tried(lambda env: env.stat()["entries"] - 1) or 0) + len(self._pending)
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def get(self, key: bytes) -> memoryview | None:
+        """The record under a key, if there is one: memory of the caller's own, at a multiple of 64."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """The records under some keys, as `get`, read in one transaction into one piece of memory."""
+        with self._lock:
+            if self._pending and time.monotonic() >= self._try_at_s:
+                self._commit()
+            return self._tried(lambda env: self._copied(env, keys)) or [None] * len(keys)
+
+    def _copied(self, env: Any, keys: Sequence[bytes]) -> list[memoryview | None]:
+        with env.begin(buffers=True) as txn:
+            values = [
+                (None if key in self._damaged else txn.get(key)) or self._pending.get(key) for key in keys
+            ]
+            starts = np.cumsum(
+                [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
+            ).tolist()
+            memory = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
+            memory = memory[-memory.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
+            copies: list[memoryview | None] = []
+            for start, value in zip(starts, values, strict=False):
+                if value is None:
+                    copies.append(None)
+                    continue
+                copy = memory[start : start + len(value)]
+                copy[:] = np.frombuffer(value, np.uint8)
+                copy.flags.writeable = False
+                copies.append(copy.data)
+            return copies
+
+    def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Which keys are stored, `(n,) bool`, of keys `(n, key_bytes) uint8`."""
+
+        def held(env: Any) -> list[bool]:
+            with env.begin() as txn, txn.cursor() as cursor:  # which reads no values
+                return [
+                    (key in self._pending or cursor.set_key(key)) and key not in self._damaged
+                    for key in map(bytes, keys)
+                ]
+
+        with self._lock:
+            return np.array(self._tried(held) or [False] * len(keys), np.bool_)
+
+    def checked(self) -> Iterator[tuple[bytes, int, bool]]:
+        """All keys, the bytes of their records, and whether these are intact.
+
+        Raises:
+            CacheCorruptError: The tree of the file is damaged.
+        """
+        with self._lock, flocked(self._turn, wait_s=_FLUSH_S):
+            problems = _problems(self._fd)
+        if problems:
+            raise CacheCorruptError(f"{self.path}: {problems[0]}: it is damaged; {_CURE}")
+        yield from _checked(self._opened())
+
+    def _tried(self, work: Callable[[Any], Any]) -> Any:
+        """What work on the environment gives; None if it cannot be done. The lock is held."""
+        for is_last in (False, True):
+            try:
+                return work(self._opened())
+            except _RefusedError as error:
+                self._refuse(str(error))
+                return None
+            except (lmdb.Error, MemoryError) as error:
+                self._close_env()  # its place among the readers was lost, or its map is too small by now
+                if is_last:
+                    self._tell(
+                        _DAMAGE, f"{self.path} cannot be read: {error}: `fastload cache verify` checks it"
+                    )
+        return None
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a record of this size would be pending now, or nothing has been tried yet."""
+        if self._is_refused or self.meta["finished"] or time.monotonic() < self._write_at_s:
+            return False
+        return not self._pending or self._pending_bytes + nbytes <= self._max_pending_bytes
+
+    def put(self, key: bytes, parts: Sequence[Any]) -> bool:
+        """Let a record be stored with the next commit; False if it is not kept."""
+        record = b"".join(parts)
+        with self._lock:
+            if key in self._pending:
+                return True
+            if self._pending and not self.has_room(len(record)):
+                self._commit()
+            if not self.has_room(len(record)):
+                return False
+            self._pending[key] = record
+            self._pending_bytes += len(record)
+            most_bytes = min(_BATCH_BYTES, self._max_pending_bytes // 2)
+            if self._pending_bytes >= most_bytes or len(self._pending) >= _BATCH_RECORDS:
+                self._commit()
+            return not self._is_refused
+
+    def discard(self, key: bytes) -> None:
+        """Let a damaged record be found no more, and be replaced by the next one under its key."""
+        with self._lock:
+            self._damaged.add(key)
+            self._tell(
+                _DAMAGE, f"{self.path} has damaged records, which are replaced: the disk may be failing"
+            )
+
+    def flush(self, wait_s: float = _FLUSH_S) -> None:
+        """Commit what is pending; waits for this process's turn, but not for ever."""
+        until_s = time.monotonic() + wait_s
+        while self._pending:
+            with self._lock:
+                if self._commit() or not self.has_room(0) or time.monotonic() >= until_s:
+                    return
+            time.sleep(0.001)  # without the lock
+
+    def _commit(self) -> bool:
+        """Commit what is pending, if it is this process's turn now. The lock is held."""
+        self._try_at_s = time.monotonic() + _IDLE_S
+        try:
+            with flocked(self._turn) as has_turn:
+                if not has_turn:
+                    return False
+                self._written(self._put_pending)
+        except _RefusedError as error:
+            self._refuse(str(error))
+        except (OSError, lmdb.Error, MemoryError) as error:
+            self._write_at_s = time.monotonic() + _RETRY_S
+            self.problem = why_unwritable(error, self.path)
+            self._tell(
+                _FULL,
+                f"nothing more is stored at {self.path} until that changes: {self.problem}. What is not "
+                "stored is decoded on every access",
+            )
+        else:
+            self.problem = None
+        self._pending.clear()
+        self._pending_bytes = 0
+        return self.problem is None
+
+    def _turn(self) -> int:
+        """A descriptor whose lock is nobody else's, after checks whether the file is still the same one."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise _RefusedError("it was removed") from None
+        status = os.fstat(fd)
+        if self._fd >= 0 and os.path.samestat(status, os.fstat(self._fd)) and status.st_nlink == 1:
+            return fd
+        os.close(fd)
+        # By each name, a file has another lock file, and readers are known there alone.
+        raise _RefusedError("it has a hard link" if status.st_nlink > 1 else "another file is in its place")
+
+    def _written(self, change: Callable[[Any], None]) -> None:
+        """Change the file in a transaction, when it is this process's turn."""
+        disk = os.fstatvfs(self._fd)
+        free_bytes, all_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        if free_bytes - self._pending_bytes < min(all_bytes * FREE_SHARE, FREE_MAX_BYTES):
+            raise OSError(errno.ENOSPC, "a twentieth of the disk, or 20 GiB, stays free for other things")
+        if not os.path.exists(self.path + _BOOT):
+            write_new(self.path + _BOOT, _boot_id())
+            sync_directory(os.path.dirname(self.path))
+        for is_last in (False, True):
+            try:
+                if _file_at(self.path + _LOCK) != self._lock_file:
+                    self._close_env()
+                env = self._opened()
+                with env.begin(write=True) as txn:
+                    if txn.id() != env.info()["last_txnid"] + 1:
+                        raise lmdb.Error("its lock file was changed by another program")
+                    if json.loads(txn.get(META_KEY))["finished"]:
+                        raise _RefusedError("it was finished by another process")
+                    change(txn)
+                end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+                if os.fstat(self._fd).st_size < end:  # LMDB does not write a free page
+                    os.truncate(self._fd, end)
+                break
+            except lmdb.Error:
+                self._close_env()
+                if is_last:
+                    raise
+
+    def _put_pending(self, txn: Any) -> None:
+        for key in self._damaged:
+            txn.delete(key)
+        with txn.cursor() as cursor:
+            cursor.putmulti(self._pending.items(), overwrite=False)
+        self._damaged.clear()
+
+    def sync(self) -> None:
+        """Sync all commits to the disk, and say so there."""
+        if self._fd < 0 or not os.path.exists(self.path + _BOOT):
+            return
+        os.fdatasync(self._fd)  # the most of it, while others commit
+        with self._lock, flocked(self._turn, wait_s=_CLOSE_S) as has_turn:
+            if has_turn:
+                os.fdatasync(self._fd)
+                os.unlink(self.path + _BOOT)
+
+    def finish(self, fields: dict[str, Any] | None = None) -> None:
+        """Commit and sync all, and let nobody write to the file any more.
+
+        Args:
+            fields: Of `meta`, to be added.
+
+        Raises:
+            CacheError: That failed.
+        """
+        meta = {**self.meta, **(fields or {}), "finished": True}
+        self.flush()
+        try:
+            with self._lock, flocked(self._turn, wait_s=_FLUSH_S) as has_turn:
+                if self.problem or not has_turn:
+                    raise _RefusedError(self.problem or "another process is committing")
+                self._written(lambda txn: txn.put(META_KEY, json.dumps(meta).encode("ascii")))
+                os.fdatasync(self._fd)
+                self._close_env()
+                for suffix in (_BOOT, _LOCK):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self.path + suffix)
+                self.meta = meta
+        except (_RefusedError, OSError, lmdb.Error) as error:
+            raise CacheError(f"cannot finish the cache {self.path}: {error}") from error
+
+    def close(self) -> None:
+        """Commit, unless others do for a second, and close the environment until the next access."""
+        self.flush(_CLOSE_S)
+        with self._lock:
+            self._close_env()
+
+    # --- the environment of this process ------------------------------------------------------------------
+
+    def _opened(self) -> Any:
+        """The environment; the lock is held."""
+        if self._env is not None:
+            return self._env
+        if self._is_refused:
+            raise _RefusedError(self.problem)
+        try:
+            if not self.meta["finished"]:
+                self._open_live()
+            if self.meta["finished"]:
+                self._env = _quiet(self._fd, readonly=True, max_spare_txns=1)
+        except (lmdb.Error, OSError) as error:
+            reason = f"LMDB cannot open it: {error}"
+            if "already open" in str(error):
+                reason = "it is open in this process through py-lmdb, so close it there"
+            elif isinstance(error, lmdb.LockError):
+                reason = _OTHER_SPACE
+            elif isinstance(error, lmdb.MemoryError):
+                reason = "the address space of this process is too small for it: raise `ulimit -v`"
+            raise _RefusedError(reason) from error
+        return self._env
+
+    def _open_live(self) -> None:
+        kind = file_system_of(self.path)
+        if not is_local(kind):
+            raise _RefusedError(
+                f"it is not finished, and on a file system of kind {kind or 'unknown'}, perhaps on a "
+                "network: fill it on a local disk"
+            )
+        os.close(self._turn())
+        self._claim_space()
+        map_bytes, file_bytes = _MAP_BYTES, os.fstat(self._fd).st_size
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            map_bytes = max(file_bytes, min(map_bytes, available_bytes() // 4))
+        while self._env is None:
+            try:
+                self._env = lmdb.open(
+                    self.path,
+                    map_size=map_bytes,
+                    subdir=False,
+                    sync=False,
+                    readahead=False,
+                    max_readers=_MAX_READERS,
+                    max_spare_txns=1,
+                    mode=0o644,
+                )
+            except lmdb.MemoryError:
+                if map_bytes <= file_bytes:
+                    raise
+                map_bytes = max(map_bytes // 2, file_bytes)
+        self._lock_file = _file_at(self.path + _LOCK)
+        with self._env.begin() as txn:
+            meta = json.loads(txn.get(META_KEY) or b"{}")
+        if meta.get("uuid") != self.meta["uuid"]:
+            self._close_env()
+            raise _RefusedError("another file is in its place")
+        if meta["finished"]:
+            self._close_env()
+        self.meta = meta
+        others = self._env.info()["num_readers"] if self._env else 1
+        self._max_pending_bytes = min(_PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // (others + 1))
+
+    def _claim_space(self) -> None:
+        """Let LMDB's locks be those of one PID namespace: they know processes by their ids."""
+        if self._space != (space := _pid_namespace()):
+            raise _RefusedError(_OTHER_SPACE)
+        lock = fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, _SPACES_AT + space, 1, 0)
+        fcntl.fcntl(self._fd, *lock)
+        for start, end in ((0, space), (space + 1, _NUM_SPACES)):
+            query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _SPACES_AT + start, end - start, 0)
+            if struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK:
+                raise _RefusedError(_OTHER_SPACE)
+
+    def _close_env(self) -> None:
+        if self._env is not None:
+            env, self._env = self._env, None
+            env.close()
+
+    def _refuse(self, reason: str) -> None:
+        self._is_refused = True
+        self.problem = reason
+        self._close_env()
+        self._pending.clear()
+        self._tell(_PROBLEM, f"{self.path} is not used: {reason}")
+
+    def _tell(self, what: int, text: str) -> None:
+        """Log a line, unless this process, or one that it was forked from or with, has done so."""
+        if not self._told[what]:
+            self._told[what] = 1
+            log.warning("cache: %s", text)
+
+
+def _file_at(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+# --- forks ------------------------------------------------------------------------------------------------
+
+_forking: list[LmdbStore] = []
+
+
+def _before_fork() -> None:
+    """Close all environments, when no thread uses one; commit nothing, which could take long."""
+    _stores_lock.acquire()
+    _forking[:] = _stores.values()
+    for store in _forking:
+        store._lock.acquire()
+        store._close_env()
+
+
+def _after_fork(*, in_child: bool = False) -> None:
+    for store in _forking:
+        if in_child:  # the parent commits these
+            store._pending.clear()
+            store._damaged.clear()
+            store._pending_bytes = 0
+        store._lock.release()
+    _forking.clear()
+    _stores_lock.release()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=lambda: _after_fork(in_child=True)
+    )
