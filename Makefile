@@ -6,27 +6,40 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench gate efficiency bench-peers mutants photos release clean
+.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench gate efficiency bench-peers mutants photos release constraints clean
 
-$(BIN)/.ready: pyproject.toml
+# With what the demo needs alone; then with all the rest.
+$(BIN)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip==26.3  # the first pip that reads dependency groups is 25.1
-	$(BIN)/pip install --group dev  # not quiet: it shows how far the downloads are
+	$(BIN)/pip install --constraint constraints.txt --group demo  # not quiet: it shows how far the downloads are
 	$(BIN)/pip install --quiet --no-deps --editable .
 	touch $@
 
-$(PHOTOS)/.ready: $(BIN)/.ready benchmarks/photos.py
+$(BIN)/.ready: $(BIN)/.demo
+	$(BIN)/pip install --constraint constraints.txt --group dev
+	touch $@
+
+# What the groups of pyproject.toml bring today, into constraints.txt.
+constraints:
+	rm -rf build/constraints
+	$(PYTHON) -m venv build/constraints
+	build/constraints/bin/pip install --quiet --upgrade pip==26.3
+	build/constraints/bin/pip install --quiet --group dev --group docs
+	$(PYTHON) tests/compatibility/constraints.py build/constraints
+
+$(PHOTOS)/.ready: $(BIN)/.demo benchmarks/photos.py
 	$(BIN)/python benchmarks/photos.py $(PHOTOS) --count 2000
 	touch $@
 
 photos: $(PHOTOS)/.ready
 
 demo:
-	@test -e $(PHOTOS)/.ready || echo "The first run installs PyTorch and the packages of the tests into .venv (2 GB, and 4 GB" \
+	@test -e $(PHOTOS)/.ready || echo "The first run installs PyTorch and albumentations into .venv (2 GB, and 4 GB" \
 	  "more if PyTorch comes with CUDA), and draws 2,000 JPEGs (180 MB) into build/photos: five minutes, or" \
 	  "as long as the download takes. Each run then takes one or two minutes."
 	@$(MAKE) --no-print-directory photos
-	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.svg
+	$(BIN)/python benchmarks/demo.py $(PHOTOS)
 
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(if $(RECORD),--record=$(RECORD))
@@ -104,10 +117,10 @@ lint: $(BIN)/.ready
 	$(BIN)/mypy
 
 # The pages of docs/ as a site in build/site. The build checks links, anchors and the names of the API page.
-build/docs/.ready: pyproject.toml
+build/docs/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/pip install --quiet --upgrade pip==26.3
-	build/docs/bin/pip install --quiet --group docs
+	build/docs/bin/pip install --quiet --constraint constraints.txt --group docs
 	touch $@
 
 docs: build/docs/.ready

@@ -1,6 +1,6 @@
 """What `make demo` shows: the same folder of JPEGs and the same transform, loaded by torch and by fastload.
 
-    python benchmarks/demo.py build/photos --chart build/demo.svg
+    python benchmarks/demo.py build/photos [--chart build/demo.svg]
 
 Five contenders run six epochs over the same pictures:
 
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
-import matplotlib as mpl
 import psutil
 import torch
 from harness import cpu_model, save
@@ -45,10 +44,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import fastload
 from fastload.cache.ram.file_store import live_stores
-
-mpl.use("Agg")  # a file, no window
-
-import matplotlib.pyplot as plt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -339,6 +334,9 @@ def machine_note(setting: Setting) -> str:
 
 def new_figure(salt: str, *rows_and_columns: int) -> tuple[Any, Any]:
     """A figure without a background, in a gray that white and dark pages show, and its axes."""
+    import matplotlib.pyplot as plt  # not among what the demo installs
+
+    plt.switch_backend("Agg")  # a file, no window
     names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     plt.rcParams.update(dict.fromkeys(names, GRAY), **{"svg.hashsalt": salt})
     return plt.subplots(*rows_and_columns, figsize=(9, 5), layout="constrained")
@@ -347,7 +345,6 @@ def new_figure(salt: str, *rows_and_columns: int) -> tuple[Any, Any]:
 def write_figure(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, transparent=True)
-    plt.close(figure)
 
 
 def draw_chart(results: list[Result], path: Path, machine: str) -> None:
@@ -382,7 +379,7 @@ def draw_chart(results: list[Result], path: Path, machine: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("photos", type=Path, help="a folder made by benchmarks/photos.py")
-    parser.add_argument("--chart", type=Path, default=Path("demo.svg"), help="the SVG or PNG to write")
+    parser.add_argument("--chart", type=Path, help="an SVG or PNG to write, with matplotlib")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
@@ -406,9 +403,10 @@ def main() -> None:
     warn_if_busy()
     measure(results, setting)
     show_table(results)
-    draw_chart(results, args.chart, machine)
     console.print("Nothing was trained: these are the rates that a loader can deliver.", soft_wrap=True)
-    console.print(f"Chart written to {args.chart.resolve()}", soft_wrap=True)
+    if args.chart is not None:
+        draw_chart(results, args.chart, machine)
+        console.print(f"Chart written to {args.chart.resolve()}", soft_wrap=True)
     if args.save:
         save("demo", f"python benchmarks/demo.py PHOTOS --rounds {args.rounds} --save", questions(results))
 
