@@ -74,6 +74,8 @@ def _main(sender: Any, parent_pid: int, mask: set[Any], folder: str, call: Calla
             enter_child(parent_pid, mask)  # this process ends if the parent dies
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
         sys.stdout = sys.stderr = sys.__stderr__
+        # No run finds what other processes have cached.
+        os.environ.update({"FASTLOAD_RUNTIME_DIR": folder, "FASTLOAD_CACHE": ""})
         if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:  # else torch could open no socket there
             tempfile.tempdir = folder
         warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from fastload.bench.configurations import Cache
 from fastload.cache.dataset import CachedDataset
 from fastload.loader import DataLoader
 
@@ -40,23 +39,20 @@ def measure(
         configuration: The loader and its settings.
         folder: Where an LMDB cache is built.
     """
-    num_samples, cache, started_s = len(dataset), configuration.cache, time.perf_counter()
-    if cache == Cache.LMDB:
-        path = os.path.join(folder, "cache.lmdb")
-        CachedDataset.build(dataset, path, progress=False).close()
-        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{path}")
-    elif cache == Cache.RAM:
-        # A key of this run: it must not find a different process's cache, which is already filled.
-        dataset = CachedDataset(dataset, transform, cache_key=f"fastload bench, process {os.getpid()}")
-    elif transform is not None:
-        dataset = CachedDataset(dataset, transform, cache=None)
+    num_samples, started_s = len(dataset), time.perf_counter()
+    path = os.path.join(folder, "cache.lmdb")
+    place = None if configuration.by_file else configuration.place(path)
+    if place or transform is not None:
+        if place == f"lmdb:{path}":
+            CachedDataset.build(dataset, path, progress=False).close()
+        dataset = CachedDataset(dataset, transform, cache=place)
     kind: Any = torch.utils.data.DataLoader if configuration.loader == "torch" else DataLoader
-    loader = kind(dataset, **configuration.options)
+    loader = kind(dataset, **configuration.options(path))
     collections.deque(loader, maxlen=0)
     first_s = time.perf_counter() - started_s
     started_s, num_epochs, later_s = time.perf_counter(), 0, 0.0
     while later_s < LATER_S:
         collections.deque(loader, maxlen=0)
         num_epochs, later_s = num_epochs + 1, time.perf_counter() - started_s
-    nbytes = 0 if cache == Cache.NONE else dataset.cache_info().nbytes // num_samples
+    nbytes = dataset.cache_info().nbytes // num_samples if place else 0
     return num_samples / first_s, num_samples * num_epochs / later_s, nbytes

@@ -64,6 +64,6 @@ def verdict_lines(rows: Sequence[Configuration], code: str, *, has_transform: bo
     ratios = [rate / torchs for rate, torchs in zip(ours.later, torch.later, strict=False)]
     low, high = min(ratios), max(ratios)
     gain = f"fastload's best is {ours.rate / torch.rate:.2f} times as fast as torch's best"
-    lines.append(f"{gain} from the second epoch on ({low:.2f} to {high:.2f} in {len(ratios)} rounds)")
+    lines.append(f"{gain} from the second epoch on ({low:.2f} to {high:.2f}, rounds: {len(ratios)})")
     doubt = ["this does not show which one is faster: use more --rounds"]
     return [*lines, *(doubt if len(ratios) < 2 or low <= 1 <= high else [])]

@@ -6,7 +6,7 @@ import collections
 import io
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -32,6 +32,13 @@ def bench(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 64,
     cache: Annotated[list[Cache] | None, typer.Option(help="Once for each cache; default: all.")] = None,
+    by: Annotated[
+        Literal["sample", "file"],
+        typer.Option(
+            help="What is cached: 'sample', or 'file', the files that your own dataset decodes, which can be "
+            "random: DataLoader(..., cache='ram')."
+        ),
+    ] = "sample",
     size: Size = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of an epoch, evenly spaced.")] = 2048,
     rounds: Annotated[int, typer.Option(min=1, help="How often each configuration runs, in turn.")] = 3,
@@ -50,7 +57,8 @@ def bench(
     length = len(dataset)
     if not length:
         raise CommandError(f"{source} has no samples", ExitCode.FAILED)
-    rows = configurations_of(num_workers or default_workers(worthwhile_cpus()), batch_size, cache or Cache)
+    workers = num_workers or default_workers(worthwhile_cpus())
+    rows = configurations_of(workers, batch_size, cache or Cache, by_file=by == "file")
     benchmark = Benchmark(rows, rounds, length, min(samples, length))
     # Batch systems and CI send it: the steps that clean up run.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

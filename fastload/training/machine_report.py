@@ -77,16 +77,11 @@ def _verdict(report: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    versions = {
-        "fastload": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+    versions = {"fastload": __version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     with contextlib.suppress(OSError):
-        found = re.search(
-            r"(?m)^NVRM version: .*?(\d+\.[\d.]+)", Path("/proc/driver/nvidia/version").read_text()
-        )
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"NVRM version: .*?(\d+\.[\d.]+)", text)
         versions["NVIDIA driver"] = found and found[1]
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

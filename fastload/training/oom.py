@@ -218,7 +218,12 @@ def _count_samples(batch: Any) -> int:
 def _leaves(value: Any) -> list[Any]:
     """The tensors of a batch, and its objects with their own ``to``, whose contents are unknown."""
     leaves: list[Any] = []
-    map_device_leaves(value, lambda leaf: leaves.append(leaf) or leaf)
+
+    def note(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    map_device_leaves(value, note)
     return leaves
 
 
