@@ -571,10 +571,9 @@ def test_a_build_that_skips_finishes_and_says_what_is_missing(tmp_path: Path, mo
     broken, report = tmp_path / "photos" / "a" / "2.png", tmp_path / "cache.errors.jsonl"
     broken.write_bytes(b"no image")
     words = ("build", tmp_path / "photos", tmp_path / "cache", "--on-error", "skip")
-    assert (
-        "1 of 3 samples could not be read, and max_errors=0 allows 0"
-        in run(*words, "--max-errors", "0").stderr
-    )
+    refused = run(*words, "--max-errors", "0").stderr
+    assert "1 of 3 samples could not be read, and max_errors=0 allows 0" in refused
+    assert "(the option is --max-errors)" in refused
     result = run(*words)
     assert result.exit_code == 0
     assert told(*words, "--strict", code=3)["num_skipped"] == 1

@@ -51,8 +51,6 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto")
-
 
 def _checked_cache(cache: str) -> str:
     from fastload.readers.request import DISK, check_cache
@@ -60,16 +58,13 @@ def _checked_cache(cache: str) -> str:
     try:
         place = check_cache(cache)
     except ValueError as error:
-        if cache.startswith(DISK):
-            raise typer.BadParameter(str(error)) from None
-        said = f"ram, ram:SIZE such as ram:32G, or lmdb:PATH such as lmdb:/nvme/files, but is {cache!r}"
-        raise typer.BadParameter(f"it should be {said}") from None
+        raise typer.BadParameter(str(error)) from None
     # The script may change the working directory.
     return place if place is not None and place.startswith(DISK) else cache
 
 
 def _checked_device(device: str) -> str:
-    if not _DEVICE.fullmatch(device):
+    if not re.fullmatch(r"cuda|cuda:\d+|\d+|cpu|auto", device):
         raise typer.BadParameter(f"it should be cuda, cuda:N, cpu or auto, but is {device!r}")
     return device
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import CacheBusyError, FastloadError
+from fastload.errors import CacheBusyError, FastloadError, TooManyFailuresError
 from fastload.system.humanize import did_you_mean, fastload_command
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
@@ -96,12 +96,6 @@ class CommandGroup(TyperGroup):
         options |= {"standalone_mode": False, "prog_name": "fastload"}
         try:
             code = super().main(words, *rest, **options)
-            if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
-                raise KeyboardInterrupt
-        except (KeyboardInterrupt, typer.Abort):
-            interrupted = CommandError("interrupted", ExitCode.INTERRUPTED)
-            interrupted.__cause__ = KeyboardInterrupt()
-            code = _fail(interrupted, words)
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
@@ -156,6 +150,8 @@ def _one_line(error: Exception) -> str:
     for note in getattr(error, "__notes__", []):
         if "\n" not in note:  # no tracebacks of workers
             text += f". {note}" if note[:1].isupper() else f" ({note})"
+    if isinstance(error, TooManyFailuresError):
+        text += " (the option is --max-errors)"
     return " ".join(text.split())
 
 
@@ -199,7 +195,7 @@ def answers(
             ):
                 try:
                     answer = function(**arguments)
-                except KeyboardInterrupt as error:
+                except (KeyboardInterrupt, typer.Abort) as error:  # at a question, typer raises Abort
                     text = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
                     raise CommandError(text, ExitCode.INTERRUPTED) from error
                 if answer.complaint and (as_json or quiet):
