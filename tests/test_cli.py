@@ -32,7 +32,7 @@ from fastload.cli import cache_commands, main
 from fastload.readers import identity
 from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, pixels
-from tests.kit.processes import ROOT
+from tests.kit.processes import ROOT, on_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -458,25 +458,6 @@ def test_the_last_frame_of_a_bar_is_all_of_it(tmp_path: Path) -> None:
         assert code == 0, frames
         counts = [count for frame in frames for count in re.findall(r" (\d+)/(\d+) ", frame)]
         assert counts[-1][0] == counts[-1][1], frames
-
-
-def on_a_terminal(*words: str) -> tuple[int, list[str]]:
-    """Run `fastload ...` with a terminal for standard error; the exit code, and what it showed."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastload", *words], env=environment, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        with open(ours, "rb", 0) as terminal:
-            while data := terminal.read(1 << 16):
-                shown += data
-    except OSError:  # it was closed at the other end
-        pass
-    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
-    return process.wait(90), re.split(r"[\r\n]+", text)
 
 
 def test_completion_is_installed_for_the_shell_that_runs_the_command(

@@ -19,7 +19,7 @@ import fastload
 from fastload.bench import isolated, measure
 from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, Plain
-from tests.kit.processes import still_running
+from tests.kit.processes import on_a_terminal, still_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,13 +94,14 @@ def test_a_dataset_and_its_random_part_are_named(source: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_time_left_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_shown_on_a_terminal() -> None:
     """A bar that ends at all runs; elsewhere, its name alone; with --quiet, nothing."""
     shown = run(ZOO, *ALONE)
     assert (shown.exit_code, shown.stderr) == (0, "measuring\n")
     assert run(ZOO, *ALONE, "--quiet").output == ""
-    monkeypatch.setattr("typer._click._termui_impl.isatty", lambda stream: True)
-    assert "2/2" in run(ZOO, *ALONE).stderr
+    code, frames = on_a_terminal("bench", ZOO, *ALONE)
+    assert code == 0
+    assert [frame.split()[2] for frame in frames if frame.startswith("measuring")] == ["0/2", "1/2", "2/2"]
 
 
 @pytest.mark.slow
