@@ -77,12 +77,12 @@ def _verdict(report: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    versions = {"fastload": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"fastload": __version__, "python": platform.python_version()}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"NVRM version: .*?(\d+\.[\d.]+)", text)
-        versions["NVIDIA driver"] = found and found[1]
+        versions["NVIDIA driver"] = None if found is None else found[1]
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
