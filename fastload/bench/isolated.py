@@ -20,7 +20,7 @@ from fastload.system.child_process import enter_child, handlers_blocked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MAX_CHARACTERS = 300  # of an error
+_MAX_CHARACTERS = 500  # of an error
 # The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
 _MAX_FOLDER_BYTES = 70
 
