@@ -8,34 +8,27 @@ import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.bench import measure, subprocess_runner
-from fastload.bench.configurations import Configuration
-from fastload.bench.measure import Epochs
-from fastload.bench.report import ending_lines
-from fastload.cli import arguments, main
-from fastload.cli.source_argument import setup_code
-from tests.bench import made_up
+from fastload.bench import isolated, measure
+from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, Plain
-from tests.kit.processes import still_running
+from tests.kit.processes import on_a_terminal, still_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from fastload.bench.configurations import Configuration
 
 ZOO = "tests.cli_zoo:factory"
-QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--num-workers", "0,1")
+QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--num-workers", "0", "--num-workers", "1")
 ALONE = ("--rounds", "1", "--num-workers", "0", "--cache", "none")
-
-
-def cached() -> Any:
-    return fastload.CachedDataset(Plain())
 
 
 class Named:
@@ -44,17 +37,6 @@ class Named:
 
 def flip() -> Any:
     return lambda sample: (sample[0][:, ::-1].copy(), sample[1])
-
-
-def only_images(sample: Any) -> Any:
-    return sample[0]
-
-
-def made_by(lines: list[str]) -> Any:
-    """The loader that printed lines of code make."""
-    names: dict[str, Any] = {}
-    exec("\n".join(line.strip() for line in lines), names)
-    return names["loader"]
 
 
 def run(*words: Any) -> Any:
@@ -66,9 +48,11 @@ def run(*words: Any) -> Any:
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder for temporary files; pytest's own, made before, has too long a path for a socket in it."""
     monkeypatch.setattr(measure, "LATER_S", 1e-9)  # each run has one later epoch
+    handler = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.fixture
@@ -84,117 +68,76 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_is_measured_and_leaves_only_what_was_asked_for(
-    photos: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table, code that runs, a file that can be read again, no cache, and few other lines."""
-    saved, sized = tmp_path / "result.json", (photos, "--size", "16x16")
-    saved.write_text("yesterday")
-    with monkeypatch.context() as patch:
-        patch.setattr(arguments.os, "replace", Mock(side_effect=PermissionError(13, "Permission denied")))
-        refused = run(*sized, *ALONE, "--samples", "8", "--output", saved)
-    assert (refused.exit_code, saved.read_text()) == (1, "yesterday")
-    assert "--output" in refused.stderr
-    result = run(*sized, *QUICK, "--output", saved)
+def test_a_folder_is_measured_and_nothing_is_left(photos: Path, tmp_path: Path, temporary: Path) -> None:
+    """A table, a line of code that runs, and no file."""
+    result = run(photos, "--size", "16x16", *QUICK)
     assert result.exit_code == 0, result.stderr
-    found = json.loads(saved.read_text())
-    assert (found["length"], found["num_samples"]) == (40, 32)
-    assert len(found["rows"]) == 2 + 3 * 2
-    assert all(not row["problem"] and min(row["first"] + row["later"]) > 0 for row in found["rows"])
-    assert (found["size"], found["build_s"] > 0) == ([16, 16], True)
-    assert "times torch's best here" in result.stdout or "torch's own loader" in result.stdout
-    assert "use --rounds 3" in result.stdout
-    assert "samples/s" in result.stdout
+    assert "32 of 40 samples; samples/s, medians" in result.stdout
+    assert result.stdout.count("\nfastload ") == 3 * 2
+    assert "a cache of all 40 samples takes" in result.stdout
     assert list(temporary.iterdir()) == []
-    assert {path.name for path in tmp_path.iterdir()} == {"photos", "result.json"}
-    said = [line.partition(":")[2] for line in result.stderr.splitlines()]
-    assert said[1:] == [" building an LMDB cache", " round 1 of 1"]
-    monkeypatch.chdir(tmp_path)
-    code = result.stdout.partition("fastest on this machine:\n")[2]
-    loader = made_by([line for line in code.splitlines() if line.startswith("    ")])
-    assert loader.batch_size == 8
-    assert loader.dataset[0][0].shape == (16, 16, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+    line = result.stdout.partition("fastest here:\n")[2].splitlines()[0].strip()
+    names: dict[str, Any] = {"fastload": fastload, "torch": torch}
+    exec(line.replace("PATH", f"{tmp_path}/cache"), names)
+    assert names["loader"].batch_size == 8
+    assert names["loader"].dataset[0][0].shape == (16, 16, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        *(("photos", None), ("photos", "flip"), ("tests.cli_zoo:Plain", "only_images")),
-        *((f"{__name__}:Named.dataset", None), (f"{__name__}:cached", "flip")),
-    ],
-)
-def test_the_code_for_any_source_and_transform_is_complete(
-    photos: Path, source: str, named: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder, a class, a function, a dataset inside a class, and both kinds of transform."""
-    monkeypatch.chdir(photos.parent)
-    transform = None if named is None else f"{__name__}:{named}"
-    setup = setup_code(source, (8, 8) if source == "photos" else None, transform)
-    row = made_up.row(Configuration("fastload", "lmdb", 0, 4), 2.0)
-    loader = made_by(ending_lines(made_up.result(row, source=source, transform=transform), setup)[1:-1])
-    assert len(next(iter(loader))) == (4 if named == "only_images" else 2)
-    assert (loader.dataset.transform is None) == (named is None)
-
-
-SOME = (*QUICK, "--json")
-FEW = (*SOME, "--cache", "ram", "--samples", "8")
-# Source, options, the problem that some rows have, which rows, and a warning.
-PROBLEMS: list[tuple[str, Any, str, Callable[[Any], bool], str]] = [
-    ("tests.cli_zoo:Random", SOME, "the dataset is random", lambda row: row["cache"] != "none", ""),
-    (f"{__name__}:cached", SOME, "a CachedDataset", lambda row: row["cache"] != "none", "only later epochs"),
-    (ZOO, SOME, "but a cache in RAM can take", lambda row: row["cache"] == "ram", ""),
-    (ZOO, FEW, "", lambda row: False, "rates of the measured part"),
-]
+@pytest.mark.parametrize("source", [f"{__name__}:Named.dataset", "tests.cli_zoo:Plain"])
+def test_a_dataset_and_its_random_part_are_named(source: str) -> None:
+    """A class, or a dataset inside one; the line has the user's variables."""
+    found = json.loads(run(source, "--transform", f"{__name__}:flip", *ALONE, "--json").stdout)
+    assert found["transform"] == f"{__name__}:flip"
+    assert "CachedDataset(dataset, transform, cache=None), batch_size=64" in found["fastest"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "words", "problem", "has_problem", "warning"), PROBLEMS)
-def test_what_cannot_be_measured_is_a_row_with_its_reason(
-    source: str, words: Any, problem: str, has_problem: Any, warning: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others go on: a random dataset, one with a cache, too little room."""
-    if source == ZOO:
-        monkeypatch.setattr("fastload.system.budget.available_bytes", lambda: 40 * 200)
-    result = run(source, *words)
+def test_the_time_left_is_shown_on_a_terminal() -> None:
+    """A bar that ends at all runs; elsewhere, its name alone; with --quiet, nothing."""
+    shown = run(ZOO, *ALONE)
+    assert (shown.exit_code, shown.stderr) == (0, "measuring\n")
+    assert run(ZOO, *ALONE, "--quiet").output == ""
+    code, frames = on_a_terminal("bench", ZOO, *ALONE)
+    assert code == 0
+    assert [frame.split()[2] for frame in frames if frame.startswith("measuring")] == ["0/2", "1/2", "2/2"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_measured_is_a_row_with_its_reason() -> None:
+    """The others go on. Of a random dataset, files can be cached."""
+    result = run("tests.cli_zoo:Random", *QUICK, "--json")
     assert result.exit_code == 0, result.stderr
-    found = json.loads(result.stdout)
-    for row in found["rows"]:
-        assert bool(row["problem"]) == has_problem(row) == (not row["later"]), row
-        assert problem in row["problem"] or not has_problem(row)
-    assert not warning or any(warning in text for text in found["warnings"])
+    for row in json.loads(result.stdout)["rows"]:
+        is_random = "[0] returns a different sample on every access" in row["problem"]
+        assert is_random == (row["cache"] != "none") == (not row["later"]), row
+    by_file = json.loads(run("tests.cli_zoo:Random", *ALONE[:4], "--by", "file", "--json").stdout)
+    assert [row["problem"] for row in by_file["rows"]] == [""] * 4
 
 
 @pytest.mark.slow
-def test_when_all_fail_the_command_fails(temporary: Path) -> None:
-    """The table has the reason once; the sample was not looked at before the runs."""
-    result = run("tests.cli_zoo:Broken", *QUICK[:2], "--num-workers", "0,1")
+def test_when_all_fail_the_command_fails(photos: Path, temporary: Path) -> None:
+    """The table has the reason once; images of several shapes get advice."""
+    result = run("tests.cli_zoo:Broken", *QUICK[:2], *QUICK[-4:])
     assert result.exit_code == 1
-    assert "failed: ValueError: sample thirty is broken" in result.stdout
+    assert result.stdout.count("ValueError: sample thirty is broken") == 2
     assert "no configuration could be measured" in result.stdout
+    result = run(photos, *ALONE, "--quiet")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "images of several shapes need --size 224x224, or a crop in --transform" in result.stderr
     assert list(temporary.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_file_of_output_holds_what_json_prints(tmp_path: Path) -> None:
-    """With the medians that two such files are compared by."""
-    words = (*ALONE[:4], "--cache", "none,ram", "--samples", "48", "--batch-size", "16")
-    saved, flipped = tmp_path / "saved.json", f"{__name__}:flip"
-    result = run(ZOO, "--transform", flipped, *words, "--output", saved, "--json")
-    assert result.exit_code == 0, result.stderr
-    plain = json.loads(saved.read_text())
-    assert json.loads(result.stdout) == plain
-    assert (plain["transform"], plain["num_samples"]) == (flipped, 48)
-    assert [row["median"] for row in plain["rows"]] == [row["later"][0] for row in plain["rows"]]
 
 
 @pytest.mark.slow
 def test_without_options_all_caches_and_some_workers_take_part() -> None:
-    """Over all samples of a small dataset."""
+    """Over all samples of a small dataset; each row has its settings and rates."""
     found = json.loads(run(ZOO, "--rounds", "1", "--json").stdout)
-    assert found["num_samples"] == NUM_SAMPLES
+    assert (found["num_samples"], found["length"], found["rounds"]) == (NUM_SAMPLES, NUM_SAMPLES, 1)
     assert {row["cache"] for row in found["rows"]} == {"none", "ram", "lmdb"}
     assert {0} < {row["num_workers"] for row in found["rows"]}
+    assert all([row["median"]] == row["later"] and min(row["first"]) > 0 for row in found["rows"])
+    assert found["sample_nbytes"] > 6 * 8 * 3
 
 
 # --- interruption -----------------------------------------------------------------------------------------
@@ -207,47 +150,40 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
     as_json: bool, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code of an interruption; no process, no cache and no file."""
-    pids, saved = tmp_path / "pids", tmp_path / "result.json"
+    pids = tmp_path / "pids"
 
-    def measure_and_interrupt(
-        dataset: Any, transform: Any, configuration: Configuration, path: str | None
-    ) -> Epochs:
-        if configuration.is_torch:
-            return Epochs(11.0, 4321.0)
+    def measure_and_interrupt(dataset: Any, transform: Any, configuration: Configuration, path: str) -> Any:
+        if configuration.loader == "torch":
+            return 11.0, 4321.0, 0
         with fastload.DataLoader(dataset, 4, num_workers=2) as loader:
             batches = iter(loader)
             next(batches)
-            workers = [child.pid for child in subprocess_runner.multiprocessing.active_children()]
+            workers = [child.pid for child in isolated.multiprocessing.active_children()]
             pids.write_text(" ".join(map(str, [os.getpid(), *workers])))
             os.kill(os.getppid(), signal.SIGINT)
             signal.pause()
         raise AssertionError("the run was not interrupted")
 
     monkeypatch.setattr(measure, "measure", measure_and_interrupt)
-    words = ("--num-workers", "0", "--cache", "lmdb", "--output", saved, *["--json"] * as_json)
+    words = ("--num-workers", "0", "--cache", "lmdb", *["--json"] * as_json)
     result = run(ZOO, *words)
     assert result.exit_code == 130
-    assert "interrupted after 1 runs" in result.stderr
+    assert "interrupted after 1 of 6 runs" in result.stderr
     for text in ['"type": "KeyboardInterrupt"'] if as_json else ["4,321", "not run"]:
         assert text in result.stdout
     started = list(map(int, pids.read_text().split()))
     assert (len(started), still_running(started, 60)) == (3, [])
-    assert (saved.exists(), list(temporary.iterdir())) == (False, [])
+    assert list(temporary.iterdir()) == []
 
 
 def test_sigterm_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CI ends a command that takes too long this way."""
 
-    def run_isolated(function: Any, dataset: Any, *arguments: Any) -> Any:
-        if function is not measure.build:
-            return subprocess_runner.run_isolated(function, dataset, *arguments)
-        Path(arguments[0]).write_bytes(b"a part of a cache")
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError("the signal was not heard")
+    def write_and_signal(dataset: Any, transform: Any, configuration: Configuration, folder: str) -> Any:
+        (Path(folder) / "cache.lmdb").write_bytes(b"a part of a cache")
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
 
-    monkeypatch.setattr("fastload.bench.run.run_isolated", run_isolated)
-    before = signal.getsignal(signal.SIGTERM)
-    result = run(ZOO, *QUICK)
-    assert result.exit_code == 128 + signal.SIGTERM
+    monkeypatch.setattr(measure, "measure", write_and_signal)
+    assert run(ZOO, *QUICK).exit_code == 128 + signal.SIGTERM
     assert list(temporary.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -1,112 +1,69 @@
-"""The result of a benchmark as text: the rates, and the fastest loader's code."""
+"""The result of a benchmark as text: the rates, and the fastest loader's line of code."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from typing import TYPE_CHECKING
 
-from fastload.bench.result import verdict_of
+from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size, table
 
 if TYPE_CHECKING:
-    from fastload.bench.result import Result, Verdict
+    from collections.abc import Sequence
 
-_COLUMNS = ["loader", "cache", "workers", "batch", "first epoch", "later epochs", "spread", "to torch's best"]
+    from fastload.bench.configurations import Configuration
+    from fastload.bench.run import Benchmark
 
-
-def report_lines(result: Result, setup: list[str]) -> list[str]:
-    """The whole readable output; see `ending_lines`."""
-    notes = []
-    if nbytes := result.sample_nbytes:
-        whole = readable_size(nbytes * result.length)
-        notes.append(f"a decoded sample takes {readable_size(nbytes)}, the whole dataset {whole}")
-    if result.build_s is not None:
-        notes.append(f"the LMDB cache was built once, in {result.build_s:.1f} s, before the first round")
-    return [
-        *_heading(result),
-        "",
-        *table_lines(result),
-        *notes,
-        *(f"warning: {text}" for text in result.warnings),
-        "",
-        *ending_lines(result, setup),
-    ]
+_COLUMNS = ["loader", "cache", "workers", "first epoch", "later epochs", "range", "to torch's best"]
 
 
-def _heading(result: Result) -> list[str]:
-    shared = [f"{result.num_samples:,} of {result.length:,} samples"]
-    if result.size is not None:
-        shared.append(f"size={result.size}")
-    if result.transform is not None:
-        shared.append(f"transform {result.transform}")
-    machine = result.machine
-    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "fastload"))
-    return [
-        f"{result.source}: {', '.join(shared)}; samples/s, medians of {result.rounds} rounds",
-        f"{machine['cpu']}, {machine['cores']} cores, {versions}; nothing is trained",
-    ]
+def best_of(rows: Sequence[Configuration], loader: str = "") -> Configuration | None:
+    """The row with the highest rate, of one loader or of all; None if none was measured."""
+    measured = [row for row in rows if row.rate and row.loader.startswith(loader)]
+    return max(measured, key=lambda row: row.rate, default=None)
 
 
-def table_lines(result: Result) -> list[str]:
-    """A row for each configuration; problems are numbered, and follow below."""
-    verdict = verdict_of(result.rows)
-    torch = None if verdict is None else verdict.torch
-    problems = list(dict.fromkeys(row.problem for row in result.rows if row.problem))
+def table_lines(benchmark: Benchmark) -> list[str]:
+    """A row for each configuration, with samples per second; problems are numbered, and follow below."""
+    torch = best_of(benchmark.rows, "torch")
+    problems = list(dict.fromkeys(row.problem for row in benchmark.rows if row.problem))
     rows = [_COLUMNS]
-    for row in result.rows:
-        figures = ["", "", "", "not run"]
-        if row.problem:
-            figures = ["", "", "", f"[{problems.index(row.problem) + 1}]"]
-        elif row.later:
+    for row in benchmark.rows:
+        figures = ["", "", "", f"[{problems.index(row.problem) + 1}]" if row.problem else "not run"]
+        if row.rate:
             figures = [
                 f"{statistics.median(row.first):11,.0f}",
                 f"{row.rate:12,.0f}",
                 f"{min(row.later):,.0f} to {max(row.later):,.0f}",
-                "" if torch is None else f"{_times(row.rate / torch.rate)}x",
+                "" if torch is None else f"{row.rate / torch.rate:.2f}x",
             ]
-        setting = row.configuration
-        cache = "" if setting.is_torch else setting.cache
-        rows.append([setting.loader, cache, str(setting.num_workers), str(setting.batch_size), *figures])
-    return [*table(rows), *(f"[{number}] {problem}" for number, problem in enumerate(problems, start=1))]
+        cache = "" if row.loader == "torch" else row.cache
+        rows.append([row.loader, cache, str(row.num_workers), *figures])
+    lines = [*table(rows), *(f"[{number}] {problem}" for number, problem in enumerate(problems, start=1))]
+    if benchmark.sample_nbytes:
+        needed, free = map(readable_size, (benchmark.length * benchmark.sample_nbytes, parse_memory("auto")))
+        lines.append(f"a cache of all {benchmark.length:,} samples takes {needed}; RAM has room for {free}")
+    return lines
 
 
-def _times(ratio: float) -> str:
-    """Three digits."""
-    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
-
-
-# --- the ending ------------------------------------------------------------------------------------------
-
-
-def ending_lines(result: Result, setup: list[str]) -> list[str]:
-    """The code that was fastest on this machine, and the gain.
+def verdict_lines(rows: Sequence[Configuration], code: str, *, has_transform: bool) -> list[str]:
+    """The line of code that was fastest on this machine, and its gain; no lines if nothing was measured.
 
     Args:
-        result: The result.
-        setup: The lines of Python that make the variables `dataset` and `transform`.
+        rows: The configurations.
+        code: An expression for the dataset.
+        has_transform: Whether a variable `transform` has the random part.
     """
-    verdict = verdict_of(result.rows)
-    if verdict is None:
-        return ["no configuration could be measured"]
-    # A name in the working directory for the cache of a folder, a URL or MODULE:NAME.
-    path = re.sub(r"[^\w.-]+", "-", re.split(r"[:/]", result.source.rstrip("/"))[-1]) + ".lmdb"
-    made = verdict.fastest.configuration.code(has_transform=result.transform is not None, lmdb_path=path)
-    code = sorted([*setup, *made], key=lambda line: not line.startswith(("import ", "from ")))
-    return ["fastest on this machine:", *(f"    {line}" for line in code), _gain(verdict)]
-
-
-def _gain(verdict: Verdict) -> str:
-    gain = verdict.gain
-    if gain is None:
-        missing = "torch's" if verdict.torch is None else "fastload's"
-        return f"{missing} loader has no figures here, so there is no comparison"
-    text = f"{_times(gain.value)} times torch's best here"
-    if verdict.fastest is verdict.torch:
-        text = f"torch's own loader is the fastest here: fastload's best has {_times(gain.value)} of its rate"
-    if gain.num_rounds < 2:
-        doubt = ". One round shows no spread: use --rounds 3 before you rely on it"
-    else:
-        text += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
-        doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
-    return f"{text}, from the second epoch on{doubt if gain.is_within_spread else ''}"
+    best, torch, ours = (best_of(rows, loader) for loader in ("", "torch", "fastload"))
+    if best is None:
+        return []
+    lines = ["fastest here:", f"    {best.line(code, has_transform=has_transform)}"]
+    if torch is None or ours is None:
+        return lines
+    # Runs of one round are compared with each other: a slow minute slows both.
+    ratios = [rate / torchs for rate, torchs in zip(ours.later, torch.later, strict=False)]
+    low, high = min(ratios), max(ratios)
+    gain = f"fastload's best is {ours.rate / torch.rate:.2f} times as fast as torch's best"
+    lines.append(f"{gain} from the second epoch on ({low:.2f} to {high:.2f}, rounds: {len(ratios)})")
+    doubt = ["this does not show which one is faster: use more --rounds"]
+    return [*lines, *(doubt if len(ratios) < 2 or low <= 1 <= high else [])]

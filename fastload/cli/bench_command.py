@@ -1,41 +1,19 @@
-"""`fastload bench`: measures with `fastload.bench`, and reports its problems.
-
-Wrong options end the command before anything is measured.
-"""
+"""`fastload bench`: measures with `fastload.bench`, and reports its problems."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import collections
+import io
 import signal
-from typing import TYPE_CHECKING, Annotated, Any
+import sys
+from typing import Annotated, Literal
 
 import typer
 
-from fastload.bench.configurations import CACHES
-from fastload.cli.arguments import (
-    Output,
-    Size,
-    Source,
-    names,
-    numbers,
-    whole_number,
-    write_output,
-)
-from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
+from fastload.bench.configurations import Cache, configurations_of, default_workers
+from fastload.cli.arguments import Size, Source  # noqa: TC001 - typer reads annotations
+from fastload.cli.source_argument import code_of, is_folder, open_source, open_transform
 from fastload.cli.terminal import Answer, CommandError, ExitCode, is_quiet
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastload.bench.result import Result
-    from fastload.bench.run import Settings
-
-
-def _scratch(path: str) -> str:
-    if not os.path.isdir(path):
-        raise CommandError(f"--scratch should be a directory, but {path!r} is not one: make it first")
-    return path
 
 
 def bench(
@@ -49,103 +27,57 @@ def bench(
         ),
     ] = None,
     num_workers: Annotated[
-        Any, numbers("--num-workers", 0, "Default: 0, half of the CPUs, all CPUs.")
+        list[int] | None,
+        typer.Option(min=0, help="Once for each number; default: 0, half of the CPUs, all CPUs."),
     ] = None,
-    batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
-    cache: Annotated[Any, names("--cache", CACHES, "Default: all; ram only if all samples fit.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a batch.")] = 64,
+    cache: Annotated[list[Cache] | None, typer.Option(help="Once for each cache; default: all.")] = None,
+    by: Annotated[
+        Literal["sample", "file"],
+        typer.Option(
+            help="What is cached: 'sample', or 'file', the files that your own dataset decodes, which can be "
+            "random: DataLoader(..., cache='ram')."
+        ),
+    ] = "sample",
     size: Size = None,
-    samples: Annotated[
-        Any,  # int | None
-        typer.Option(
-            parser=whole_number("--samples", 1),
-            metavar="N",
-            help="Samples of an epoch, evenly spaced; default: 2048.",
-        ),
-    ] = None,
-    rounds: Annotated[
-        Any,  # int | None
-        typer.Option(
-            parser=whole_number("--rounds", 1),
-            metavar="N",
-            help="How often each configuration runs, in turn; default: 3.",
-        ),
-    ] = None,
-    scratch: Annotated[
-        str | None,
-        typer.Option(
-            parser=_scratch,
-            metavar="DIRECTORY",
-            help="Where LMDB caches are built, and removed at the end; default: the system's "
-            "temporary directory.",
-        ),
-    ] = None,
-    output: Output = None,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of an epoch, evenly spaced.")] = 2048,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each configuration runs, in turn.")] = 3,
 ) -> Answer:
-    """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
+    """Compare torch's loader and fastload over SOURCE, and print the line of code of the fastest.
 
-    Each configuration runs in its own process, once per round. Nothing is trained, and no file is left except
-    that of --output.
+    Each configuration runs in its own process, once per round. Nothing is trained, and no file is left.
+    Temporary files, such as LMDB caches, go to TMPDIR.
     """
-    from fastload.bench.report import report_lines
-    from fastload.bench.run import Settings
+    from fastload.bench.report import table_lines, verdict_lines
+    from fastload.bench.run import Benchmark
+    from fastload.system.cpus import worthwhile_cpus
 
-    result = _measured(
-        Settings(source, transform, num_workers, batch_size, cache, size, samples, rounds, scratch)
-    )
-    plain, lines = result.as_dict(), report_lines(result, setup_code(source, size, transform))
-    code, complaint = ExitCode.FINE, ""
-    if not any(row.is_measured for row in result.rows):
-        code, complaint = ExitCode.FAILED, f"no configuration could be measured: {result.rows[0].problem}"
-    if output is not None:
-        write_output(output, plain)
-        lines.append(f"written to {output}")
-    return Answer(plain, lines, code, complaint)
-
-
-def _measured(settings: Settings) -> Result:
-    """The result of a benchmark; after Ctrl-C, what was measured so far is printed."""
-    from fastload.bench.report import table_lines
-    from fastload.bench.run import Benchmark, NoBatchError
-    from fastload.bench.subprocess_runner import RunFailedError
-
-    source = settings.source
-    dataset = open_source(source, settings.size)
-    transform = None if settings.transform is None else open_transform(settings.transform)
-    if not len(dataset):
+    dataset = open_source(source, size)
+    augment = None if transform is None else open_transform(transform)
+    length = len(dataset)
+    if not length:
         raise CommandError(f"{source} has no samples", ExitCode.FAILED)
-    benchmark = None
-    with _ended_in_order():
-        try:
-            benchmark = Benchmark(settings, dataset, transform)
-            benchmark.run()
-        except NoBatchError as error:
-            cure = "add --transform MODULE:NAME, such as a crop to samples of one shape"
-            if is_folder(source):
-                cure = f"add a size with both sides such as --size 224x224, or {cure}"
-            message = f"the samples of {source} cannot be collated to a batch: {error}: {cure}"
-            raise CommandError(message) from error
-        except RunFailedError as error:
-            message = f"the samples of {source} could not be read: {error}"
-            raise CommandError(message, ExitCode.FAILED) from error
-        except KeyboardInterrupt as error:
-            if benchmark is not None and not is_quiet():
-                typer.echo("\n".join(table_lines(benchmark.result)))
-            rows = [] if benchmark is None else benchmark.result.rows
-            num_runs = sum(len(row.later) for row in rows)
-            message = f"interrupted after {num_runs} runs; --output has written nothing"
-            raise CommandError(message, ExitCode.INTERRUPTED) from error
-    return benchmark.result
-
-
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM, which batch systems and CI send, run the steps that clean up."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    workers = num_workers or default_workers(worthwhile_cpus())
+    rows = configurations_of(workers, batch_size, cache or Cache, by_file=by == "file")
+    benchmark = Benchmark(rows, rounds, length, min(samples, length))
+    # Batch systems and CI send it: the steps that clean up run.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    num_runs, sink = rounds * len(rows), io.StringIO() if is_quiet() else sys.stderr
+    runs = benchmark.run(dataset, augment)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        with typer.progressbar(runs, num_runs, "measuring", show_pos=True, file=sink) as bar:
+            collections.deque(bar, maxlen=0)
+    except KeyboardInterrupt as error:
+        if not is_quiet():
+            typer.echo("\n".join(table_lines(benchmark)))
+        done = sum(len(row.later) for row in rows)
+        raise CommandError(f"interrupted after {done} of {num_runs} runs", ExitCode.INTERRUPTED) from error
+    heading = f"{source}: {benchmark.num_samples:,} of {length:,} samples; samples/s, medians of the rounds"
+    lines = [heading, "", *table_lines(benchmark), ""]
+    plain = {"source": source, "transform": transform, "size": size, **benchmark.as_dict()}
+    if verdict := verdict_lines(rows, code_of(source, size), has_transform=augment is not None):
+        return Answer({**plain, "fastest": verdict[1].strip()}, [*lines, *verdict])
+    complaint = f"no configuration could be measured: {rows[0].problem}"
+    if is_folder(source) and not isinstance(size, tuple):
+        complaint += ": images of several shapes need --size 224x224, or a crop in --transform"
+    return Answer(plain, [*lines, complaint], ExitCode.FAILED, complaint)

@@ -12,19 +12,11 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fastload.cli.arguments import (
-    Size,
-    Source,
-    cache_argument,
-    duration,
-    one_of,
-    parse_max_errors,
-    whole_number,
-)
+from fastload.cli.arguments import Size, Source, cache_file, duration, new_cache_file
 from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
@@ -42,34 +34,26 @@ app = typer.Typer(help="Build and manage caches of decoded samples and files.", 
 # --- building --------------------------------------------------------------------------------------------
 
 NumWorkers = Annotated[
-    Any,  # int | None
-    typer.Option(
-        parser=whole_number("--num-workers", 0),
-        metavar="N",
-        help="Number of processes that decode; default: one per CPU, at most 16.",
-    ),
+    int | None,
+    typer.Option(min=0, help="Number of processes that decode; default: one per CPU, at most 16."),
 ]
 OnError = Annotated[
-    str,
+    Literal["raise", "skip"],
     typer.Option(
-        parser=one_of("--on-error", "raise", "skip"),
-        metavar="raise|skip",
         help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
         "and writes its path and the reason to DEST.errors.jsonl; with --by file, to the log.",
     ),
 ]
-_MAX_ERRORS = "0.01"
+_MAX_ERRORS = 0.01
 MaxErrors = Annotated[
-    Any,  # int | float | None
+    float,
     typer.Option(
-        parser=parse_max_errors,
-        metavar="NUMBER",
-        show_default=False,
-        help="With --on-error skip: how many samples of the whole cache can be left out, as a number or "
-        f"a share; {_MAX_ERRORS} by default.",
+        min=0,
+        max=1e9,
+        help="With --on-error skip: how many samples of the whole cache can be left out, or below 1, their "
+        "share.",
     ),
 ]
-
 Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if samples were skipped.")]
 
 
@@ -78,11 +62,7 @@ def build(
     source: Source,
     dest: Annotated[
         str,
-        typer.Argument(
-            parser=cache_argument("DEST", is_new=True),
-            metavar="DEST",
-            help="The file of the cache.",
-        ),
+        typer.Argument(parser=new_cache_file, metavar="DEST", help="The file of the cache."),
     ],
     size: Size = None,
     num_workers: NumWorkers = None,
@@ -100,10 +80,8 @@ def build(
         bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
     ] = False,
     by: Annotated[
-        str,
+        Literal["sample", "file"],
         typer.Option(
-            parser=one_of("--by", "sample", "file"),
-            metavar="sample|file",
             help="What is cached: 'sample', or 'file', the decoded pixels of the files that SOURCE reads, "
             "for DataLoader(..., cache='lmdb:DEST'). The images of a folder are read as torchvision's "
             "ImageFolder reads them.",
@@ -114,15 +92,16 @@ def build(
 
     DEST appears when it is complete. With --by file, DEST is a directory that can be read while it is built.
     """
-    if on_error == "raise" and max_errors != float(_MAX_ERRORS):
+    if on_error == "raise" and max_errors != _MAX_ERRORS:
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
+    max_errors = max_errors if 0 < max_errors < 1 else int(max_errors)
     if by == "file":
         given = {"--size": size}
         for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
         return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
-    options = {
+    options: dict[str, Any] = {
         "on_error": on_error,
         "max_errors": max_errors,
         "progress": not is_quiet(),
@@ -214,7 +193,7 @@ def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
 
 CachePath = Annotated[
     str,
-    typer.Argument(parser=cache_argument("PATH"), metavar="PATH", help="The file of a cache."),
+    typer.Argument(parser=cache_file, metavar="PATH", help="The file of a cache."),
 ]
 
 
@@ -290,7 +269,7 @@ def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
-            parser=cache_argument("DIRECTORY"),
+            parser=cache_file,
             metavar="DIRECTORY",
             help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
@@ -369,11 +348,7 @@ def _confirm(what: str, nbytes: int, *, yes: bool) -> None:
 def rm(
     paths: Annotated[
         list[str],
-        typer.Argument(
-            parser=cache_argument("PATH"),
-            metavar="PATH",
-            help="Caches.",
-        ),
+        typer.Argument(parser=cache_file, metavar="PATH", help="Caches."),
     ],
     yes: Yes = False,
 ) -> Answer:

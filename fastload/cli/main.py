@@ -12,19 +12,17 @@ from __future__ import annotations
 import functools
 import os
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, one_of
-from fastload.cli.source_argument import is_folder, open_source, users_code
-from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
+from fastload.cli.arguments import Output  # noqa: TC001 - typer reads annotations
+from fastload.cli.source_argument import code_of, open_source, users_code
+from fastload.cli.terminal import APP, Answer, ExitCode, answers, exit_codes
 from fastload.version import __version__
 
-app = typer.Typer(
-    cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP
-)
+app = typer.Typer(help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP)
 app.add_typer(cache_commands.app, name="cache")
 answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
@@ -53,8 +51,6 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto")
-
 
 def _checked_cache(cache: str) -> str:
     from fastload.readers.request import DISK, check_cache
@@ -62,17 +58,14 @@ def _checked_cache(cache: str) -> str:
     try:
         place = check_cache(cache)
     except ValueError as error:
-        if cache.startswith(DISK):
-            raise CommandError(f"--cache: {error}") from None
-        said = f"ram, ram:SIZE such as ram:32G, or lmdb:PATH such as lmdb:/nvme/files, but got {cache!r}"
-        raise CommandError(f"--cache should be {said}") from None
+        raise typer.BadParameter(str(error)) from None
     # The script may change the working directory.
     return place if place is not None and place.startswith(DISK) else cache
 
 
 def _checked_device(device: str) -> str:
-    if not _DEVICE.fullmatch(device):
-        raise CommandError(f"--device should be cuda, cuda:N, cpu or auto, but got {device!r}")
+    if not re.fullmatch(r"cuda|cuda:\d+|\d+|cpu|auto", device):
+        raise typer.BadParameter(f"it should be cuda, cuda:N, cpu or auto, but is {device!r}")
     return device
 
 
@@ -104,10 +97,8 @@ def run(
         ),
     ] = None,
     seeding: Annotated[
-        str | None,
+        Literal["worker", "sample", "torch"] | None,
         typer.Option(
-            parser=one_of("--seeding", "worker", "sample", "torch"),
-            metavar="worker|sample|torch",
             help="How random numbers are seeded: 'worker' as in torch, and albumentations and MONAI in each "
             "worker (the default); 'sample', the same for any number of workers; or 'torch', exactly as in "
             "torch, whose workers repeat each other's draws of albumentations and MONAI.",
@@ -122,12 +113,8 @@ def run(
         ),
     ] = None,
     worker_type: Annotated[
-        str | None,
-        typer.Option(
-            parser=one_of("--worker-type", "process", "thread"),
-            metavar="process|thread",
-            help="Type of the workers; default: process, as in torch.",
-        ),
+        Literal["process", "thread"] | None,
+        typer.Option(help="Type of the workers; default: process, as in torch."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
 ) -> Any:
@@ -218,9 +205,8 @@ def doctor(
         return Answer(*machine_report())
     from fastload.cli.source_report import source_report
 
-    code = f"fastload.ImageFolder({source!r})" if is_folder(source) else "dataset"
     with users_code(source):
-        return Answer(*source_report(open_source(source), code))
+        return Answer(*source_report(open_source(source), code_of(source)))
 
 
 def main() -> None:

@@ -19,7 +19,19 @@ from fastload.system.notes import add_note
 from fastload.system.paths import is_url, local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+
+def is_folder(source: str) -> bool:
+    """Whether SOURCE is a folder of images, on this machine or at a URL."""
+    return is_url(source) or os.path.isdir(local_path(source))
+
+
+def code_of(source: str, size: int | tuple[int, int] | None = None) -> str:
+    """Python that stands for the dataset: an expression for a folder, else the name of a variable."""
+    if not is_folder(source):
+        return "dataset"
+    return f"fastload.ImageFolder({source!r}{'' if size is None else f', size={size}'})"
 
 
 def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
@@ -36,28 +48,19 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
             return ImageFolder(source, size=size)
         except (ImportError, ValueError) as error:
             raise CommandError(str(error)) from error
-    module, name = _parse_names(source)
-    if size is not None:
-        raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
     with users_code(source):
-        value = dataset = _import(module, name)
-        if _makes_dataset(value):
-            if not callable(value):
-                raise CommandError(
-                    f"{source} should be a dataset or a function, but is of type {type(value).__name__}"
-                )
-            dataset = value()
+        expected = "SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set"
+        dataset = _named(source, f"{expected}, but {source!r} is neither")
+        if size is not None:
+            raise CommandError("--size is for folders of images: your own dataset scales its samples itself")
+        if callable(dataset) and (isinstance(dataset, type) or not _is_dataset(dataset)):
+            dataset = dataset()
     if not _is_dataset(dataset):
         raise CommandError(
-            f"{source} should return a map-style dataset, with __len__ and __getitem__, but returned an "
-            f"object of type {type(dataset).__name__}"
+            f"{source} should be a map-style dataset, with __len__ and __getitem__, or a function that "
+            f"returns one, but it gives an object of type {type(dataset).__name__}"
         )
     return dataset
-
-
-def is_folder(source: str) -> bool:
-    """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    return is_url(source) or os.path.isdir(local_path(source))
 
 
 def open_transform(name: str) -> Any:
@@ -68,44 +71,15 @@ def open_transform(name: str) -> Any:
     """
     from fastload.cache.transform import check_callable
 
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
-        raise CommandError(f"--transform should be MODULE:NAME, but got {name!r}")
     with users_code(name):
-        value = _import(module, attribute)
-        if _makes_transform(value):
+        value = _named(name, f"--transform should be MODULE:NAME, but is {name!r}")
+        if inspect.isfunction(value) and not inspect.signature(value).parameters:
             value = value()
     try:
         check_callable("--transform", value)
     except TypeError as error:
         raise CommandError(str(error)) from error
     return value
-
-
-def setup_code(source: str, size: int | tuple[int, int] | None, transform: str | None) -> list[str]:
-    """The lines of Python that make the variables `dataset` and `transform`."""
-    if is_folder(source):
-        scaled = "" if size is None else f", size={size}"
-        root = source if is_url(source) else os.path.abspath(local_path(source))
-        lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
-    else:
-        lines = _code("dataset", source, _makes_dataset)
-    return lines if transform is None else [*lines, *_code("transform", transform, _makes_transform)]
-
-
-def _code(variable: str, names: str, is_called: Callable[[Any], bool]) -> list[str]:
-    module, _, attribute = names.partition(":")
-    imported = f"from {module} import {attribute.partition('.')[0]}"
-    value = f"{attribute}()" if is_called(_import(module, attribute)) else attribute
-    return [imported] if value == variable else [imported, f"{variable} = {value}"]
-
-
-def _makes_dataset(value: Any) -> bool:
-    return isinstance(value, type) or not _is_dataset(value)
-
-
-def _makes_transform(value: Any) -> bool:
-    return inspect.isfunction(value) and not inspect.signature(value).parameters
 
 
 @contextlib.contextmanager
@@ -121,29 +95,19 @@ def users_code(name: str) -> Iterator[None]:
         ) from error
 
 
-# --- MODULE:NAME -----------------------------------------------------------------------------------------
-
-
-def _parse_names(source: str) -> tuple[str, str]:
-    module, _, name = source.partition(":")
+def _named(text: str, complaint: str) -> Any:
+    """The object that MODULE:NAME names; the complaint is for a text of another form."""
+    module, _, name = text.partition(":")
     if module.endswith(".py") or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
-        raise CommandError(
-            f"SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set for a name in "
-            f"my_data.py, but {source!r} is neither"
-        )
-    return module, name
-
-
-def _import(module: str, name: str) -> Any:
+        raise CommandError(complaint)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            raise CommandError(
-                f"there is no module {error.name!r} in the working directory or among the installed packages"
-            ) from error
+            where = "in the working directory or among the installed packages"
+            raise CommandError(f"there is no module {error.name!r} {where}") from error
         if isinstance(error, AttributeError) and module in sys.modules:
             names = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
             raise CommandError(f"module {module!r} has no {name!r}{did_you_mean(name, names)}") from error

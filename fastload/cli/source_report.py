@@ -18,7 +18,7 @@ from fastload.cache.build.sources import encoded_source
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory
-from fastload.system.humanize import readable_size, table
+from fastload.system.humanize import readable_size
 
 _MAX_SAMPLES = 100
 _NUMBER_BYTES = 8
@@ -35,11 +35,9 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         UnsupportedSampleError: It is empty.
         Exception: The error of the first sample, if none can be read.
     """
-    num_samples = len(dataset)
-    if not num_samples:
+    if not (num_samples := len(dataset)):
         raise UnsupportedSampleError("the source has no samples")
-    source = encoded_source(dataset)
-    chosen = spread_indices(num_samples, _MAX_SAMPLES)
+    source, chosen = encoded_source(dataset), spread_indices(num_samples, _MAX_SAMPLES)
     expect(source, chosen)
     sizes: dict[int, tuple[int, int]] = {}
     errors: list[Exception] = []
@@ -50,17 +48,18 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
             errors.append(error)
     if not sizes:
         raise errors[0]
-    means = (statistics.mean(each) for each in zip(*sizes.values(), strict=True))
-    decoded, files = (round(mean * num_samples) for mean in means)
+    decoded, files = (
+        round(statistics.mean(each) * num_samples) for each in zip(*sizes.values(), strict=True)
+    )
     ram, disk = parse_memory("auto"), shutil.disk_usage(os.getcwd()).free
     of_pixels = '"ram"' if decoded <= ram else '"lmdb:PATH"' if decoded <= disk else ""
-    cache = of_pixels or "None"
     problem = ""
     try:
         if source is dataset:  # the images of a folder are never random
             probe(dataset, indices=[min(sizes)])
     except (NondeterministicDatasetError, UnsupportedSampleError) as error:
-        cache, problem = "None", str(error)
+        problem = str(error)
+    cache = of_pixels if of_pixels and not problem else "None"
     report = {
         "num_samples": num_samples,
         "num_read": len(chosen),
@@ -74,7 +73,15 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
         "loader": of_pixels and f"fastload.DataLoader(dataset, ..., cache={of_pixels})",  # random ones, too
     }
-    return report, _lines(report)
+    lines = [f"use {report['use']}"]
+    if of_pixels:
+        lines.append(f"or keep your own dataset, such as torchvision's: {report['loader']}")
+    how = f"{f'{readable_size(files)} as files, ' if files else ''}estimated from {len(chosen):,}"
+    lines.append(f"{num_samples:,} samples take {readable_size(decoded)} decoded, {how}")
+    lines.append(f"{readable_size(ram)} of RAM and {readable_size(disk)} of disk can be used")
+    if errors:
+        lines.append(f"{len(errors):,} of {len(chosen):,} cannot be read; the first: {report['first_error']}")
+    return report, [*lines, *([f"no cache can hold these samples: {problem}"] if problem else [])]
 
 
 def _sizes(sample: Any) -> tuple[int, int]:
@@ -86,24 +93,3 @@ def _sizes(sample: Any) -> tuple[int, int]:
     if os.path.exists(image.path) and not os.path.isfile(image.path):
         raise ImageReadError(image.path, "it is not a regular file")  # reading a pipe would not end
     return prod(image.shape) + _NUMBER_BYTES, len(image.content)
-
-
-def _lines(report: dict[str, Any]) -> list[str]:
-    free = {"RAM": report["ram_bytes"], "disk": report["disk_bytes"]}
-    rows = [
-        ["", "about", *(f"{readable_size(nbytes)} of {where} can be used" for where, nbytes in free.items())]
-    ]
-    for name, nbytes in (("decoded", report["decoded_bytes"]), ("as files", report["file_bytes"])):
-        if nbytes is not None:
-            fits = ("fits" if nbytes <= limit else "does not fit" for limit in free.values())
-            rows.append([name, readable_size(nbytes), *fits])
-    how = "estimated from the headers of" if report["file_bytes"] else "estimated from"
-    lines = [f"{report['num_samples']:,} samples, {how} {report['num_read']:,}", *table(rows)]
-    if report["num_unreadable"]:
-        count = f"{report['num_unreadable']:,} of these {report['num_read']:,}"
-        lines.append(f"{count} cannot be read; the first one: {report['first_error']}")
-    if report["problem"]:
-        lines.append(f"no cache can hold these samples: {report['problem']}")
-    if report["loader"]:
-        lines.insert(0, f"or keep your own dataset, such as torchvision's: {report['loader']}")
-    return [f"use {report['use']}", *lines]

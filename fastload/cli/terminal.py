@@ -14,7 +14,6 @@ import inspect
 import json
 import logging
 import os
-import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import CacheBusyError, FastloadError
-from fastload.system.humanize import did_you_mean
+from fastload.errors import CacheBusyError, FastloadError, TooManyFailuresError
+from fastload.system.humanize import did_you_mean, fastload_command
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
 
@@ -60,13 +59,7 @@ def exit_codes(*more: ExitCode) -> str:
     return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {_MEANINGS[code]}" for code in codes)])
 
 
-APP: dict[str, Any] = {
-    "invoke_without_command": True,  # a callback of fastload handles this, because releases of click differ
-    "rich_markup_mode": None,
-    "context_settings": {"help_option_names": ["-h", "--help"]},
-}
-
-_ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
+_UsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
 
 class CommandError(Exception):
@@ -87,18 +80,22 @@ class CommandError(Exception):
 class CommandGroup(TyperGroup):
     """Turns any error of a command into one line and an exit code."""
 
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name; one that does not exist is an error of our own, which knows scripts."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and not ctx.resilient_parsing:  # as completion is
+            hint = did_you_mean(cmd_name, self.commands)
+            if os.path.isfile(cmd_name):
+                hint = f": {fastload_command('run', cmd_name)} runs a script"
+            raise CommandError(f"there is no command {cmd_name!r}{hint}")
+        return command
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command, and exit the process."""
         words = sys.argv[1:] if args is None else list(args)
-        options["standalone_mode"] = False
+        options |= {"standalone_mode": False, "prog_name": "fastload"}
         try:
             code = super().main(words, *rest, **options)
-            if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
-                raise KeyboardInterrupt
-        except (KeyboardInterrupt, typer.Abort):
-            interrupted = CommandError("interrupted", ExitCode.INTERRUPTED)
-            interrupted.__cause__ = KeyboardInterrupt()
-            code = _fail(interrupted, words)
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
@@ -107,6 +104,14 @@ class CommandGroup(TyperGroup):
             code()
             code = ExitCode.FINE
         sys.exit(int(code or 0))
+
+
+APP: dict[str, Any] = {
+    "cls": CommandGroup,
+    "invoke_without_command": True,  # a callback of fastload handles this, because releases of click differ
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 
 def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
@@ -128,52 +133,26 @@ def _exit_code(error: Exception) -> ExitCode:
         return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
-    is_usage = names_nothing or isinstance(error, _ClickUsageError)
-    return ExitCode.USAGE if is_usage else ExitCode.FAILED
+    return ExitCode.USAGE if names_nothing or isinstance(error, _UsageError) else ExitCode.FAILED
 
 
 def _one_line(error: Exception) -> str:
-    if isinstance(error, _ClickUsageError):
-        text = _usage_text(error)
+    if isinstance(error, _UsageError):
+        text = error.format_message()
+        if type(error) is not typer.BadParameter and error.ctx is not None:  # that says what to pass instead
+            text += f" (see `{error.ctx.command_path} --help`)"
     elif isinstance(error, OSError) and error.strerror:
         text = why_unreadable(error)
     elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text
-    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # no worker tracebacks
-    for note in notes:
-        text += f". {note}" if note[:1].isupper() else f" ({note})"
-    text = text.replace('on_error="skip"', "--on-error skip")
-    text = re.sub(r"`?\bmax_errors\b`?", "--max-errors", text)
+    for note in getattr(error, "__notes__", []):
+        if "\n" not in note:  # no tracebacks of workers
+            text += f". {note}" if note[:1].isupper() else f" ({note})"
+    if isinstance(error, TooManyFailuresError):
+        text += " (the option is --max-errors)"
     return " ".join(text.split())
-
-
-def _usage_text(error: Any) -> str:
-    """Wrong usage in our words; the classes of errors are click's, or those of typer's own copy of it."""
-    context, text, kind = error.ctx, str(error.format_message()), type(error).__name__
-    words = (
-        []
-        if context is None
-        else context.command_path.split()[len(context.find_root().command_path.split()) :]
-    )
-    command = " ".join(("fastload", *words))
-    if kind == "MissingParameter":
-        name = str(error.param.metavar or error.param.human_readable_name).rstrip(".")
-        return f"{name} is missing: `{command} --help` shows the arguments"
-    if kind == "NoSuchOption":
-        found = context.command.params if context is not None else []
-        options = [name for parameter in found for name in parameter.opts]
-        return f"{command} has no option {error.option_name}{did_you_mean(error.option_name, options)}"
-    if kind == "BadOptionUsage":
-        return f"{error.option_name} needs a value"
-    if (extra := re.search(r"unexpected extra arguments? ?(?:\(s\) )?\((.*)\)", text)) is not None:
-        return f"{command} takes no further argument, but got {extra[1]}"
-    if (unknown := re.search(r"No such command '(.*?)'", text)) is not None:
-        if os.path.isfile(unknown[1]):
-            return f"there is no command {unknown[1]!r}: `fastload run {unknown[1]}` runs a script"
-        return f"there is no command {unknown[1]!r}{did_you_mean(unknown[1], context.command.commands)}"
-    return text
 
 
 # --- results ---------------------------------------------------------------------------------------------
@@ -216,7 +195,7 @@ def answers(
             ):
                 try:
                     answer = function(**arguments)
-                except KeyboardInterrupt as error:
+                except (KeyboardInterrupt, typer.Abort) as error:  # at a question, typer raises Abort
                     text = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
                     raise CommandError(text, ExitCode.INTERRUPTED) from error
                 if answer.complaint and (as_json or quiet):

@@ -9,15 +9,9 @@ if TYPE_CHECKING:
     from fastload.training.backends import tune_backends as tune_backends
     from fastload.training.oom import find_batch_size as find_batch_size
     from fastload.training.oom import retry_on_oom as retry_on_oom
-    from fastload.training.report import (
-        DeviceMemory as DeviceMemory,
-    )
-    from fastload.training.report import (
-        MemoryReport as MemoryReport,
-    )
-    from fastload.training.report import (
-        memory_report as memory_report,
-    )
+    from fastload.training.report import DeviceMemory as DeviceMemory
+    from fastload.training.report import MemoryReport as MemoryReport
+    from fastload.training.report import memory_report as memory_report
 else:
     from fastload.system.lazy_exports import public_names as _public_names
 

@@ -64,42 +64,34 @@ def _tuned(tf32: bool | None, cudnn_benchmark: bool | None) -> Iterator[None]:
 def _set_tf32(tf32: bool, to_restore: contextlib.ExitStack) -> None:
     # The callbacks run in reverse: they restore the older switches first, then the fields. The fields include
     # the CPU's matrix products, because set_float32_matmul_precision() changes these too.
-    fields = _precision_fields()
-    on_cpu = [(field, field.fp32_precision) for field in _cpu_fields()]
-    for field in [*fields, *(field for field, _ in on_cpu)]:
-        to_restore.callback(setattr, field, "fp32_precision", field.fp32_precision)
+    before = [(field, field.fp32_precision) for field in _fields()]
+    for field, precision in before:
+        to_restore.callback(setattr, field, "fp32_precision", precision)
     with contextlib.suppress(RuntimeError):  # they disagree: rule 2
         to_restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        _keep(on_cpu)
+        for on_cpu in before[-1:]:
+            _keep(*on_cpu)
     with contextlib.suppress(RuntimeError):
         to_restore.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
         torch.backends.cudnn.allow_tf32 = tf32
-    for field in fields:
+    for field, _ in before[:-1]:
         field.fp32_precision = "tf32" if tf32 else "ieee"
 
 
-def _keep(precisions: list[tuple[Any, str]]) -> None:
-    """Restore the CPU's fields, except where torch's older switch could then not be read (rule 3)."""
-    for field, precision in precisions:
-        as_torch_set_it = field.fp32_precision
-        field.fp32_precision = precision
-        try:
-            torch.get_float32_matmul_precision()
-        except RuntimeError:
-            field.fp32_precision = as_torch_set_it
+def _keep(field: Any, precision: str) -> None:
+    """Restore the CPU's field, unless torch's older switch could then not be read (rule 3)."""
+    as_torch_set_it = field.fp32_precision
+    field.fp32_precision = precision
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:
+        field.fp32_precision = as_torch_set_it
 
 
-def _precision_fields() -> list[Any]:
-    """The GPU's objects with an ``fp32_precision`` of their own; none before torch 2.9."""
+def _fields() -> list[Any]:
+    """The objects with an ``fp32_precision`` of their own, the CPU's last; none before torch 2.9."""
     if not hasattr(torch.backends, "fp32_precision"):
         return []
-    cudnn: Any = torch.backends.cudnn
-    return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-
-
-def _cpu_fields() -> list[Any]:
-    if not hasattr(torch.backends, "fp32_precision"):
-        return []
-    mkldnn: Any = torch.backends.mkldnn
-    return [mkldnn.matmul]
+    backends: Any = torch.backends
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 from fastload.nested.tree import map_device_leaves
 
 Result = TypeVar("Result")
-Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
 
 
 def retry_on_oom(
@@ -28,7 +26,6 @@ def retry_on_oom(
     *,
     model: nn.Module | Iterable[torch.Tensor] | None,
     min_size: int = 1,
-    split: Split | None = None,
 ) -> list[Result]:
     """Run ``step(batch, 1.0)``; if the device runs out of memory, run it on ever smaller parts.
 
@@ -60,25 +57,20 @@ def retry_on_oom(
         model: The module to whose gradients the step adds, or its parameters; None without gradient
             accumulation.
         min_size: The minimum number of samples in a part.
-        split: For other kinds of batches: ``split(batch, num_parts)`` returns that many parts in order, each
-            with its number of samples: a list of ``(part, size)``. It is called for one part first, and never
-            for more parts than samples.
 
     Returns:
         The results of the steps, in the order of the parts: one result if memory sufficed.
 
     Raises:
         torch.OutOfMemoryError: The smallest allowed parts do not fit either; a note lists the sizes tried.
-        ValueError: ``min_size`` is below 1; the tensors of the batch do not agree on its size; or ``split``
-            did not return the requested parts.
+        ValueError: ``min_size`` is below 1, or the tensors of the batch do not agree on its size.
         TypeError: The batch has no tensor, or has an object with its own ``to(device)``; ``model`` is neither
             a module nor parameters; or ``min_size`` is not an int.
     """
     _check_sizes(min_size=min_size)
-    divide = split or split_batch
-    entry = _Gradients(model)
-    parts = _checked(divide(batch, 1), 1)
-    num_samples = sum(size for _, size in parts)
+    at_entry = _gradients(model)
+    num_samples = _count_samples(batch)
+    parts = [(batch, num_samples)]
     tried: list[int] = []
     while True:
         tried.append(max(size for _, size in parts))
@@ -90,7 +82,7 @@ def retry_on_oom(
             return results
         except torch.OutOfMemoryError as error:
             if num_parts <= len(parts):
-                entry.restore()
+                _restore(at_entry)
                 error.add_note(
                     f"retry_on_oom: a batch of {num_samples} samples does not fit in parts of "
                     f"{', '.join(map(str, tried))} samples, and min_size={min_size} allows no smaller parts"
@@ -99,9 +91,9 @@ def retry_on_oom(
         # Outside the except clause, the error's traceback is gone, and with it the failed step's frames and
         # their tensors; this frame would keep the results.
         del results, parts, part
-        entry.restore()
+        _restore(at_entry)
         _free_cached_memory()
-        parts = _checked(divide(batch, num_parts), num_parts, num_samples)
+        parts = split_batch(batch, num_parts)
 
 
 def find_batch_size(
@@ -132,10 +124,15 @@ def find_batch_size(
         raise ValueError(f"start should be from 1 to limit, but got start={start} and limit={limit}")
     fits, size, too_large = 0, start, limit + 1
     while too_large - fits > 1:
-        if _fits(step, make_batch, size):
+        try:
+            step(make_batch(size))
             fits = size
-        else:
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                error.add_note("find_batch_size: a batch of one sample does not fit")
+                raise
             too_large = size
+        if too_large == size:  # here, the frames of the failed step are gone
             _free_cached_memory()
         is_open_ended = too_large > limit
         size = min(2 * size, limit) if is_open_ended else (fits + too_large) // 2
@@ -151,17 +148,6 @@ def _check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name} should be at least 1 sample, but got {value}")
 
 
-def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: int) -> bool:
-    try:
-        step(make_batch(size))
-    except torch.OutOfMemoryError as error:
-        if size == 1:
-            error.add_note("find_batch_size: a batch of one sample does not fit")
-            raise
-        return False
-    return True
-
-
 def _free_cached_memory() -> None:
     """Free unused memory of the allocator, after collecting cycles that frames of a failed step can form."""
     gc.collect()
@@ -169,21 +155,18 @@ def _free_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-class _Gradients:
-    """The gradients of a model at one moment, restored into the same tensors if these existed."""
+def _gradients(model: Any) -> list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """The parameters of a model, their gradients, and the values that these have now."""
+    pairs = ((parameter, parameter.grad) for parameter in _parameters(model))
+    return [(parameter, grad, None if grad is None else grad.detach().clone()) for parameter, grad in pairs]
 
-    def __init__(self, model: nn.Module | Iterable[torch.Tensor] | None) -> None:
-        self._saved: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        for parameter in _parameters(model):
-            gradient = parameter.grad
-            self._saved.append((parameter, gradient, None if gradient is None else gradient.detach().clone()))
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for parameter, gradient, values in self._saved:
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)
-                parameter.grad = gradient
+@torch.no_grad()
+def _restore(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]) -> None:
+    for parameter, gradient, values in gradients:
+        if gradient is not None and values is not None:
+            gradient.copy_(values)
+        parameter.grad = gradient
 
 
 def _parameters(model: Any) -> list[torch.Tensor]:
@@ -207,55 +190,28 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
     """The batch in ``num_parts`` parts along the first dimension, each with its number of samples.
 
-    Parts are views; see `retry_on_oom` for what is split and what is shared. One part is the batch itself.
+    Parts are views; see `retry_on_oom` for what is split and what is shared.
 
     Raises:
         ValueError: The tensors do not agree on the batch's size.
         TypeError: There is no tensor in the batch, or an object with its own ``to(device)``.
     """
     num_samples = _count_samples(batch)
-    if num_parts == 1:
-        return [(batch, num_samples)]
-    bounds = [number * num_samples // num_parts for number in range(num_parts + 1)]
-    return [
-        (_slice(batch, slice(first, last), num_samples), last - first)
-        for first, last in itertools.pairwise(bounds)
-    ]
-
-
-def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list[tuple[Any, int]]:
-    """Check the result of a split: ``num_parts`` parts, and ``num_samples`` in total if that is known."""
-    try:
-        checked = [(part, operator.index(size)) for part, size in parts]
-    except (TypeError, ValueError):
-        checked = []
-    sizes = [size for _, size in checked]
-    is_whole = num_samples is None or (min(sizes, default=0) > 0 and sum(sizes) == num_samples)
-    if len(checked) == num_parts and is_whole and min(sizes) >= 0:
-        return checked
-    together = "" if num_samples is None else f", none empty, {num_samples} samples in total"
-    raise ValueError(
-        f"split should return {num_parts} parts, each a pair (part, number of samples){together}, but got "
-        f"{f'parts of {sizes} samples' if sizes else type(parts).__name__}"
-    )
+    bounds = itertools.pairwise(number * num_samples // num_parts for number in range(num_parts + 1))
+    return [(_slice(batch, slice(first, last), num_samples), last - first) for first, last in bounds]
 
 
 def _count_samples(batch: Any) -> int:
     leaves = _leaves(batch)
     foreign = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-    if foreign:
-        raise TypeError(f"retry_on_oom cannot divide a {foreign[0]}; split= can say how to divide the batch")
-    shapes = [tuple(leaf.shape) for leaf in leaves if leaf.ndim]
+    shapes = [tuple(leaf.shape) for leaf in leaves if not foreign and leaf.ndim]
     if not shapes:
-        raise TypeError(
-            f"retry_on_oom expects a batch with tensors, but got {type(batch).__name__} without any; "
-            "split= can say how to divide it"
-        )
+        found = f"with a {foreign[0]}" if foreign else "without any"
+        text = f"retry_on_oom divides batches of tensors, but got {type(batch).__name__} {found}"
+        raise TypeError(f"{text}: pass the tensors alone, or divide the batch yourself")
     if len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(
-            f"the tensors of the batch do not agree on its size: shapes {', '.join(map(str, shapes))}; "
-            "split= can say how to divide it"
-        )
+        listed = ", ".join(map(str, shapes))
+        raise ValueError(f"the tensors of the batch should agree on its size, but have the shapes {listed}")
     return int(shapes[0][0])
 
 

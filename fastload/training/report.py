@@ -16,7 +16,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
@@ -89,14 +88,12 @@ class MemoryReport:
     cache_bytes: int
     prefetch_bytes: int
     other_segment_bytes: int
-    devices: tuple[DeviceMemory, ...]
+    devices: list[DeviceMemory]
     devices_note: str
 
     def as_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, numbers, strings and None, ready for JSON."""
-        plain = dataclasses.asdict(self)
-        plain["devices"] = list(plain["devices"])
-        return plain
+        return dataclasses.asdict(self)
 
     def reset_peak(self) -> None:
         """Reset the peaks of all devices on which this process has a context now.
@@ -135,12 +132,12 @@ def memory_report() -> MemoryReport:
     Makes no CUDA context: before the first CUDA call of this process the report has no devices.
     """
     segments = _segment_bytes()
-    devices = tuple(_read_device(index) for index in _devices_with_context())
+    devices = [_read_device(index) for index in _devices_with_context()]
     return MemoryReport(
         host_total_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         host_available_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
-        process_rss_bytes=_resident_bytes(),
+        process_rss_bytes=read_counter(read_text(_PROC / "status"), "VmRSS"),
         process_pss_bytes=read_counter(read_text(_PROC / "smaps_rollup"), "Pss"),
         locked_bytes=read_counter(read_text(_PROC / "status"), "VmLck"),
         locked_limit_bytes=_locked_limit(),
@@ -153,13 +150,6 @@ def memory_report() -> MemoryReport:
 
 
 # --- the host ---------------------------------------------------------------------------------------------
-
-
-def _resident_bytes() -> int | None:
-    try:
-        return int(psutil.Process().memory_info().rss)
-    except (OSError, psutil.Error):  # there is no /proc, or it hides this process
-        return None
 
 
 def _locked_limit() -> int | None:
@@ -207,12 +197,12 @@ def _mappings() -> Iterator[tuple[tuple[int, int], str, int]]:
 def _devices_with_context() -> list[int]:
     if not torch.cuda.is_initialized():
         return []
-    contexts = {index: has_cuda_context(index) for index in range(torch.cuda.device_count())}
-    return [
-        index
-        for index, is_there in contexts.items()
-        if (torch.cuda.memory_reserved(index) > 0 if is_there is None else is_there)
-    ]
+
+    def is_used(index: int) -> bool:
+        has_context = has_cuda_context(index)
+        return torch.cuda.memory_reserved(index) > 0 if has_context is None else has_context
+
+    return [index for index in range(torch.cuda.device_count()) if is_used(index)]
 
 
 def _why_no_devices() -> str:
@@ -222,14 +212,12 @@ def _why_no_devices() -> str:
 
 
 def _read_device(index: int) -> DeviceMemory:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     return DeviceMemory(
-        index=index,
-        name=torch.cuda.get_device_name(index),
-        allocated_bytes=torch.cuda.memory_allocated(index),
-        reserved_bytes=torch.cuda.memory_reserved(index),
-        peak_allocated_bytes=torch.cuda.max_memory_allocated(index),
-        peak_reserved_bytes=torch.cuda.max_memory_reserved(index),
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
+        index,
+        torch.cuda.get_device_name(index),
+        torch.cuda.memory_allocated(index),
+        torch.cuda.memory_reserved(index),
+        torch.cuda.max_memory_allocated(index),
+        torch.cuda.max_memory_reserved(index),
+        *torch.cuda.mem_get_info(index),
     )

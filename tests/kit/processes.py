@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +162,22 @@ def still_running(pids: Iterable[int], limit_s: float) -> list[int]:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(processes, timeout=limit_s)
     return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def on_a_terminal(*words: str) -> tuple[int, list[str]]:
+    """Run `fastload ...` with a terminal for standard error; the exit code, and what it showed."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastload", *words], env=environment, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        with open(ours, "rb", 0) as terminal:
+            while data := terminal.read(1 << 16):
+                shown += data
+    except OSError:  # it was closed at the other end
+        pass
+    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    return process.wait(90), re.split(r"[\r\n]+", text)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.bench import subprocess_runner
-from fastload.bench.subprocess_runner import RunFailedError, run_isolated
+from fastload.bench.isolated import RunFailedError, run_isolated
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+FOLDER = tempfile.gettempdir()
 state: list[int] = []
 
 
@@ -37,7 +39,7 @@ def shout() -> None:
 
 
 def sleep_deaf(pids: str) -> None:
-    """A run with a worker, both of which wait for ever. It interrupts its parent, and is deaf to Ctrl-C."""
+    """A run with a worker, both of which wait for ever and are deaf to Ctrl-C. It interrupts its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
     worker.start()
@@ -58,7 +60,10 @@ def lose_parent(pids: str) -> None:
 @pytest.mark.slow
 def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     """Each call has a process of its own, and starts from the same state."""
-    (first, seen), (second, seen_again) = run_isolated(remember, 1), run_isolated(remember, 2)
+    (first, seen), (second, seen_again) = (
+        run_isolated(functools.partial(remember, 1), FOLDER),
+        run_isolated(functools.partial(remember, 2), FOLDER),
+    )
     assert len({os.getpid(), first, second}) == 3
     assert (seen, seen_again, state) == ([1], [2], [])
 
@@ -74,31 +79,30 @@ CAUGHT = RuntimeError("Caught it.\nOriginal Traceback (most recent):\nKeyError: 
         (fail, SystemExit(3), r"^SystemExit: 3$"),
         (fail, CAUGHT, r"^KeyError: 7$"),
         (os._exit, 5, r"exit code 5"),
-        (signal.raise_signal, signal.SIGKILL, r"killed by SIGKILL, perhaps out of memory"),
+        (signal.raise_signal, signal.SIGKILL, r"exit code -9 \(killed, perhaps out of memory"),
         (signal.raise_signal, signal.SIGTERM, r"exit code -15"),
     ],
 )
 def test_a_run_that_fails_says_why_in_a_line(function: Any, argument: Any, said: str) -> None:
     """Errors by their class and text, deaths by their signal or exit code."""
     with pytest.raises(RunFailedError, match=said):
-        run_isolated(function, argument)
+        run_isolated(functools.partial(function, argument), FOLDER)
 
 
 def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output has results alone."""
-    run_isolated(shout)
+    run_isolated(shout, FOLDER)
     out, err = capfd.readouterr()
     assert out == ""
     assert {"from Python", "from below"} <= set(err.splitlines())
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By SIGKILL if they are deaf to it. tests/test_cli_bench.py has those that are not."""
-    monkeypatch.setattr(subprocess_runner, "_PATIENCE_S", 0.1)
+def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path) -> None:
+    """Although they are deaf to it."""
     pids = tmp_path / "pids"
     with pytest.raises(KeyboardInterrupt):
-        run_isolated(sleep_deaf, str(pids))
+        run_isolated(functools.partial(sleep_deaf, str(pids)), FOLDER)
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
@@ -113,7 +117,7 @@ def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: Any) -> N
 
     monkeypatch.setattr(popen_fork.Popen, "_launch", launch_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_isolated(signal.pause)
+        run_isolated(signal.pause, FOLDER)
     assert len(started) == 1
     assert still_running(started, 60) == []
 
@@ -122,7 +126,8 @@ def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: Any) -> N
 def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Also after SIGKILL, which nobody can handle."""
     pids = tmp_path / "pids"
-    waiting = multiprocessing.get_context("fork").Process(target=run_isolated, args=(lose_parent, str(pids)))
+    run = functools.partial(lose_parent, str(pids))
+    waiting = multiprocessing.get_context("fork").Process(target=run_isolated, args=(run, FOLDER))
     waiting.start()
     waiting.join()
     assert waiting.exitcode == -signal.SIGKILL
