@@ -20,7 +20,7 @@ import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.loader_collate import LoaderCollate, own_collate
-from fastload.epochs import resume
+from fastload.epochs import position
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import explain_cache, look_at_cache, recorder_of, state_of
 from fastload.epochs.on_device import DeviceIterator, choose_device
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failures import FailedSample
     from fastload.device.devices import Backend
+    from fastload.epochs.loader_state import LoaderState
     from fastload.workers.ray_pool import RayWorkers
 
 # Modules that load the states of loaders for Lightning's Trainer.
@@ -252,7 +253,7 @@ class DataLoader(LoaderSettings):
         """Let the next `iter(loader)` begin with the new value of an option."""
         state = state_of(self)
         state.has_new_settings = True
-        state.buffers.clear()  # their limit can be new
+        state.buffers = None  # their limit can be new
         if name == "cache":
             state.judged = None
             if state.file_cache is not None:
@@ -302,6 +303,10 @@ class DataLoader(LoaderSettings):
 
     def __iter__(self) -> Any:
         state = state_of(self)
+        with state.lock:
+            return self._begin_epoch(state)
+
+    def _begin_epoch(self, state: LoaderState) -> Any:
         if state.skips_empty_rest:
             state.skips_empty_rest = False
             for _ in self:
@@ -318,7 +323,7 @@ class DataLoader(LoaderSettings):
             self._iterator = None
         state.has_new_settings = False
         began_ns = time.perf_counter_ns()
-        iterator = resume.make_iterator(self, super().__iter__)
+        iterator = position.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
@@ -398,7 +403,7 @@ class DataLoader(LoaderSettings):
         what a wrapper such as `Subset` holds. Call it before `iter(loader)`, with the same number on every
         rank.
         """
-        resume.set_epoch(self, epoch)
+        position.set_epoch(self, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
@@ -415,8 +420,8 @@ class DataLoader(LoaderSettings):
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
         """
         if type(self).state_dict is DataLoader.state_dict:
-            resume.warn_of_unknown_position(self)
-        return resume.state_dict(self)
+            position.warn_of_unknown_position(self)
+        return position.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state of `state_dict()` with the next `iter(loader)`.
@@ -437,11 +442,11 @@ class DataLoader(LoaderSettings):
                 gives different indices than before, another rank saved the state and its loader differs
                 from this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
-        resume.load(self, state_dict)
+        position.load(self, state_dict)
         caller = sys._getframe(1).f_globals.get("__name__")
         # Lightning takes an epoch for completed when it has trained on the last batch: a state of that moment
         # would make its next epoch an empty one. Loops that ask for the rest of the epoch get it, empty.
-        state_of(self).skips_empty_rest = caller in _LIGHTNING and resume.has_no_rest(self)
+        state_of(self).skips_empty_rest = caller in _LIGHTNING and position.has_no_rest(self)
 
     def explain(self) -> str:
         """What `cache=` does and has done: files and memory, how many were found, and why others were not.
@@ -477,7 +482,7 @@ class DataLoader(LoaderSettings):
             state.file_cache.close()
             state.file_cache = None
         patches.release(state)
-        state.buffers.clear()  # those that a loader without workers keeps between its epochs
+        state.buffers = None  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
 """The position of one worker's copy of a dataset, in a picklable form, and how a copy gets there.
 
-It is made where samples are fetched; `resume` keeps it in the consumer's process. Only the processes of one
+It is made where samples are fetched; `Position` keeps it in the consumer's process. Only the processes of one
 loader make and read the pickles in it. A state from a checkpoint is never unpickled: the consumer's process
 pickles the plain objects in it.
 """
@@ -15,6 +15,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from fastload.errors import BatchLostError, ResumeError
+from fastload.system.checks import integer
+from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +68,33 @@ class DatasetState(NamedTuple):
     def load_iterator(self) -> Any:
         """With `iterator`: a new object that is equal to the result of the iterator's `state_dict()`."""
         return pickle.loads(self.iterator)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The position as a dict of plain types, in which the user's states are new objects."""
+        plain: dict[str, Any] = {"progress": self.progress}
+        if self.data:
+            plain["state"] = self.load()
+        if self.iterator:
+            plain["iterator"] = self.load_iterator()
+        if self.progress == "begun" and not self.has_state:
+            plain["num_batches"] = self.num_batches
+        return plain
+
+    @classmethod
+    def from_dict(cls, plain: Any) -> DatasetState:
+        """The position of a dict of `to_dict`; runs no code from it.
+
+        Raises:
+            Exception: It is not such a dict.
+        """
+        for mark in (NOT_BEGUN, ENDED):
+            if plain["progress"] == mark.progress:
+                return mark
+        if plain["progress"] != "begun" or plain.keys().isdisjoint(("state", "iterator", "num_batches")):
+            raise ValueError(f"{short_repr(plain)} should say how far the dataset was read")
+        data, iterator = (pickle.dumps(plain[key]) if key in plain else b"" for key in ("state", "iterator"))
+        num_batches = integer(0, 1 << 63)(plain.get("num_batches", 0))
+        return cls("begun", data, iterator=iterator, num_batches=num_batches)
 
     def raise_error(self) -> None:
         """With progress "unknown": raise the error of `state_dict()` again; else do nothing.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
 
 if TYPE_CHECKING:
-    from fastload.epochs.cursor import EpochCursor
+    from fastload.epochs.position import Position
     from fastload.epochs.stats import Clock, Size
     from fastload.workers.settings import LoaderSettings
 
@@ -20,7 +20,7 @@ class EpochIterator:
 
     Attributes:
         owner: The loader that made it; not kept alive.
-        cursor: Of the epoch. Only `__next__` counts batches as received, so an iterator around this one
+        position: Of the epoch. Only `__next__` counts batches as received, so an iterator around this one
             counts them instead.
         turn: Held by the one thread that takes and counts batches.
         clock: Measures the epoch; None: an iterator around this one measures.
@@ -29,7 +29,7 @@ class EpochIterator:
     """
 
     owner: weakref.ref[LoaderSettings]
-    cursor: EpochCursor
+    position: Position
     turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
     num_measured_workers: int | None = None
@@ -46,7 +46,7 @@ class EpochIterator:
     @property
     def num_taken(self) -> int:
         """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
-        return self.cursor.num_fetched
+        return self.position.num_fetched
 
     def __next__(self) -> Any:
         clock = self.clock
@@ -57,7 +57,7 @@ class EpochIterator:
             if clock is not None:
                 clock.end(called_ns, self.device_wait_ns - before_ns)
             with self.turn:
-                self.cursor.receive_end()
+                self.position.receive_end()
             raise
         except BaseException:
             if clock is not None:
@@ -66,7 +66,7 @@ class EpochIterator:
         if clock is not None:
             clock.count(called_ns, size, self.device_wait_ns - before_ns)
         with self.turn:  # comes last: a batch counts if nothing can keep it from the caller any more
-            self.cursor.receive_until(self.num_taken)
+            self.position.receive_until(self.num_taken)
         return batch
 
     def close(self) -> None:

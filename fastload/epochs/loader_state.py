@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample
     from fastload.cache.file_cache import FileCache
     from fastload.device.devices import Backend
-    from fastload.epochs.cursor import EpochCursor
-    from fastload.epochs.iterator import EpochIterator
     from fastload.memory.lease import BufferPool
 
 
@@ -31,25 +29,23 @@ class LoaderState:
     """The live state of one loader; each group of fields belongs to the file named above it."""
 
     owner: weakref.ref[Any] | None = None  # the loader; see `state_of`
+    pid: int = field(default_factory=os.getpid)  # of the process that the next two belong to
+    lock: Any = field(default_factory=threading.RLock)  # held by the thread that begins an epoch
+    recorder: Recorder = field(default_factory=Recorder)
 
     # loader.py. close() closes these; `keyrefs()` copies them atomically.
-    iterators: weakref.WeakKeyDictionary[EpochIterator, None] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    iterators: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
     has_searched_generators: bool = False  # for a warning about generators that cannot be seeded
     has_new_settings: bool = False  # since the last iter(loader)
 
-    # resume.py
-    cursor: EpochCursor | None = None  # of the epoch that an iterator began last
-    loaded: EpochCursor | None = None  # by load_state_dict(), until the next iter(loader)
+    # position.py
+    position: Any = None  # a `Position`: of the epoch that an iterator began last
+    loaded: Any = None  # the one that is set by load_state_dict(), until the next iter(loader)
     skips_empty_rest: bool = False  # whether iter(loader) begins the epoch after a loaded one without a rest
     next_epoch: int = 0
     has_set_epoch: bool = False  # whether the user called set_epoch()
     sample_seed: int | None = None  # of the run that was loaded
     has_warned: bool = False  # that the position is unknown
-
-    # stats.py, through `recorder_of`
-    recorder: Recorder = field(default_factory=Recorder)
 
     # batch/failures.py: of all epochs, in the order in which the caller received the batches
     failed_samples: list[FailedSample] = field(default_factory=list)
@@ -58,7 +54,7 @@ class LoaderState:
     copy_streams: dict[str, tuple[Backend, Any]] = field(default_factory=dict)
 
     # without_workers.py: buffers whose pages stay warm between epochs, and their current user
-    buffers: deque[tuple[BufferPool, weakref.ref[Any]]] = field(default_factory=lambda: deque(maxlen=1))
+    buffers: tuple[BufferPool, weakref.ref[Any]] | None = None
 
     # What `cache=` has opened; closed by close()
     file_cache: FileCache | None = None
@@ -82,6 +78,8 @@ def state_of(loader: Any) -> LoaderState:
         state = attributes.setdefault(_NAME, LoaderState(weakref.ref(loader)))
     if state.owner is None or state.owner() is not loader:
         state = attributes[_NAME] = LoaderState(weakref.ref(loader))
+    if state.pid != os.getpid():  # in a fork, whose parent can hold the lock
+        state.pid, state.lock, state.recorder = os.getpid(), threading.RLock(), Recorder()
     return state
 
 
@@ -91,10 +89,11 @@ def file_cache_of(loader: Any) -> FileCache | None:
     if cache is None:
         return None
     state = state_of(loader)
-    if state.file_cache is None:
-        state.file_cache = open_file_cache(cache)
-        log.info("cache: %s", state.file_cache.explain())
-    return state.file_cache
+    with state.lock:
+        if state.file_cache is None:
+            state.file_cache = open_file_cache(cache)
+            log.info("cache: %s", state.file_cache.explain())
+        return state.file_cache
 
 
 def explain_cache(loader: Any, why_torch: str | None) -> str:
@@ -162,7 +161,4 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
 
 def recorder_of(loader: Any) -> Recorder:
     """The figures of this loader in this process."""
-    state = state_of(loader)
-    if state.recorder.pid != os.getpid():  # those of the process that forked this one
-        state.recorder = Recorder()
-    return state.recorder
+    return state_of(loader).recorder

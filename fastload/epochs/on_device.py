@@ -18,7 +18,6 @@ import torch
 
 from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
-from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import state_of
 from fastload.epochs.transform import EpochTransform
@@ -26,7 +25,7 @@ from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from fastload.device.devices import Backend
-    from fastload.epochs.cursor import EpochCursor
+    from fastload.epochs.position import Position
     from fastload.epochs.stats import Size
     from fastload.workers.settings import LoaderSettings
 
@@ -73,12 +72,12 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
-        self.cursor = cursor = resume.current_cursor(loader)
+        self.position = position = self.source.position
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
-            self._transform = EpochTransform(loader, cursor, "device_transform")
+            self._transform = EpochTransform(loader, position, "device_transform")
         if self._device is not None:
-            self._ahead = ahead = _FetchedAhead(self.source, cursor)
+            self._ahead = ahead = _FetchedAhead(self.source, position)
             next_transform = None if self._transform is None else self._transform.of_fetched
             self._prefetcher = StreamPrefetcher(
                 ahead, *self._device, DEPTH, next_transform, ahead.hand_over, ahead.poll
@@ -108,7 +107,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     @property
     def num_taken(self) -> int:
         """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
-        return self.cursor.num_fetched if self._prefetcher is None else self._ahead.num_taken
+        return self.position.num_fetched if self._prefetcher is None else self._ahead.num_taken
 
     def __len__(self) -> int:
         return len(self.source)
@@ -145,9 +144,9 @@ class _FetchedAhead(Iterator[Any]):
         num_taken: How many batches the caller has with it.
     """
 
-    def __init__(self, source: Any, cursor: EpochCursor) -> None:
+    def __init__(self, source: Any, position: Position) -> None:
         self._source = source
-        self.cursor = cursor
+        self.position = position
         # For each fetched batch or error: how many batches the caller will have received with it; its size.
         self._marks: collections.deque[tuple[int, Size]] = collections.deque()
         self.size: Size = (0, 0)
@@ -167,11 +166,11 @@ class _FetchedAhead(Iterator[Any]):
             batch_and_size = fetch()
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._marks.append((self.cursor.num_fetched, (0, 0)))
+                self._marks.append((self.position.num_fetched, (0, 0)))
             raise
         if batch_and_size is None:
             return None
-        self._marks.append((self.cursor.num_fetched, batch_and_size[1]))
+        self._marks.append((self.position.num_fetched, batch_and_size[1]))
         return batch_and_size[:1]
 
     def hand_over(self) -> None:

@@ -159,14 +159,12 @@ class Recorder:
     """The figures of one loader.
 
     Attributes:
-        pid: Of the process that it counts in.
         counts: The figures without those of `calls`; read and changed under `lock`.
         calls: Of `next`, to be counted some hundred at a time: this takes a quarter of the time.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
     """
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self.counts = Counts()
         self.calls: list[Call] = []
         self.lock = threading.RLock()

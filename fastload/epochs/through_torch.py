@@ -21,9 +21,9 @@ from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
 from fastload.batch.packing import nbytes_of
 from fastload.device.stream_prefetcher import apply_transform
-from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import file_cache_of
+from fastload.epochs.position import Position
 from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import THREAD
 from fastload.rng.seeding import local_streams, seed_worker
@@ -47,7 +47,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         reason: Why it must use torch's iterator.
         pins: Whether batches come in pinned memory even without `pin_memory`; torch's thread copies them.
     """
-    cursor = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
+    position = Position.begin(loader, "workers" if loader.num_workers else "local", reason)
     twin, is_batch = copy.copy(loader), torch_private.has_auto_collation(loader)
     # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
     vars(twin).update(memory_format=None, device=None, batch_transform=None, device_transform=None)
@@ -66,8 +66,8 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         twin.check_worker_number_rationality()
     iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
     iterator.owner = weakref.ref(loader)
-    iterator.cursor = cursor
-    base_seed = cursor.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
+    iterator.position = position
+    base_seed = position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
     iterator.file_cache = file_cache
     if file_cache is not None and loader.num_workers == 0:
@@ -99,7 +99,7 @@ class TorchIterator(EpochIterator):
         """Take the loader's `batch_transform` for this epoch."""
         loader = self.owner()
         if loader is not None and loader.batch_transform is not None:
-            self.transform = EpochTransform(loader, self.cursor, "batch_transform")
+            self.transform = EpochTransform(loader, self.position, "batch_transform")
 
     def _next_data(self) -> Any:
         if self.file_cache is not None:
@@ -111,7 +111,7 @@ class TorchIterator(EpochIterator):
             with self.reading() or contextlib.nullcontext():
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
-            self.cursor.has_ended = True
+            self.position.has_ended = True
             raise
         except Exception:
             self._fetched()  # a caller who continues after an error gets the next batch
@@ -127,7 +127,7 @@ class TorchIterator(EpochIterator):
 
     def _fetched(self) -> None:
         is_in_order = getattr(self, "_in_order", True)  # torch's
-        self.cursor.fetched(None, number=self.cursor.num_fetched if is_in_order else None)
+        self.position.fetched(None, number=self.position.num_fetched if is_in_order else None)
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
@@ -136,8 +136,8 @@ class TorchIterator(EpochIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
-            self.cursor = resume.begin_epoch(loader, "again", self.reason)
-            self.cursor.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
+            self.position = Position.begin(loader, "again", self.reason)
+            self.position.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
             self.begin_transform()
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 

@@ -15,7 +15,7 @@ from fastload.transforms.compose import compose
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.epochs.cursor import EpochCursor
+    from fastload.epochs.position import Position
     from fastload.rng.keys import BatchKey
     from fastload.workers.settings import LoaderSettings
 
@@ -25,23 +25,23 @@ class EpochTransform:
 
     Args:
         loader: The loader.
-        cursor: The cursor of the epoch.
+        position: The position of the epoch.
         name: The loader's argument: "batch_transform" or "device_transform".
     """
 
-    def __init__(self, loader: LoaderSettings, cursor: EpochCursor, name: str) -> None:
+    def __init__(self, loader: LoaderSettings, position: Position, name: str) -> None:
         function = getattr(loader, name)
         self._function = compose(function)
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
-        self._cursor = cursor
+        self._position = position
         self._auto_collation = has_auto_collation(loader)
         is_second = name == "device_transform" and loader.batch_transform is not None
         self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
-        cursor = self._cursor
-        index, key = cursor.fetched_key or ((), cursor.batch_key(cursor.fetched_number))
+        position = self._position
+        index, key = position.fetched_key or ((), position.batch_key(position.fetched_number))
         return functools.partial(self._call, key, index if self._auto_collation else (index,))
 
     def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:

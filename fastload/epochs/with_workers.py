@@ -28,9 +28,9 @@ from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.device.stream_prefetcher import pin_dense
-from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
+from fastload.epochs.position import Position, why_unresumable
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place, short_repr
@@ -61,9 +61,9 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
-        self.cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
+        self.position = Position.begin(loader, "workers", why_unresumable(loader))
         super().__init__(loader)
-        self._base_seed = self.cursor.choose_base_seed(int(self._base_seed))
+        self._base_seed = self.position.choose_base_seed(int(self._base_seed))
         if self._num_workers <= 0:  # as torch's _MultiProcessingDataLoaderIter.__init__, and the next one
             raise AssertionError("num_workers must be greater than 0 for MultiProcessingDataLoaderIter")
         # As in torch's constructor: num_workers can have been set after it.
@@ -116,16 +116,16 @@ class WorkerIterator(HostIterator):
             raise
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
-        before = self.cursor, self._sampler_iter, self._num_yielded
+        before = self.position, self._sampler_iter, self._num_yielded
         with self.turn:
             try:
                 if not first_iter:
-                    self.cursor = resume.begin_epoch(loader, "again", resume.why_unresumable(loader))
-                    self.cursor.choose_base_seed(int(self._base_seed))
+                    self.position = Position.begin(loader, "again", why_unresumable(loader))
+                    self.position.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
-                self._sampler_iter = self.cursor.replay(loader, self._sampler_iter)
+                self._sampler_iter = self.position.replay(loader, self._sampler_iter)
             except BaseException:
-                self.cursor, self._sampler_iter, self._num_yielded = before  # the old epoch continues
+                self.position, self._sampler_iter, self._num_yielded = before  # the old epoch continues
                 raise
             try:
                 self._begin_epoch(loader, first_iter)
@@ -136,16 +136,16 @@ class WorkerIterator(HostIterator):
     def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
         self._is_prefetched = False
         self._failed_sampler = ""
-        epoch, cursor = None, self.cursor
-        states = cursor.dataset_states
+        epoch, position = None, self.position
+        states = position.dataset_states
         if not first_iter:
             self._drop_pinned()
             if state_of(loader).has_set_epoch:
-                epoch = cursor.epoch
-            if states is not None and not cursor.loads_dataset_states:
+                epoch = position.epoch
+            if states is not None and not position.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
         self._pool.begin_epoch(epoch, states)
-        self._schedule = Schedule(self._num_workers, cursor.next_worker, in_order=self._in_order)
+        self._schedule = Schedule(self._num_workers, position.next_worker, in_order=self._in_order)
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
@@ -175,16 +175,16 @@ class WorkerIterator(HostIterator):
                 self._finish(each)
             return None
         except Exception as error:  # noqa: BLE001  # the caller raises it
-            if _is_finished_generator(self.cursor.sampler_iter or self._sampler_iter):
+            if _is_finished_generator(self.position.sampler_iter or self._sampler_iter):
                 self._failed_sampler = repr(error)
             return error
         worker = self._schedule.assign()
         if worker is None:
             return None
-        number = self.cursor.next_number()
+        number = self.position.next_number()
         key = None
         if self._needs_keys:
-            index, key = self.cursor.keyed(index, number)
+            index, key = self.position.keyed(index, number)
         self._pool.submit(PendingBatch(number, worker, index, key))
         if self._pin_thread is not None:
             self._pin_thread.expect((worker if self._in_order else None,))  # in a tuple: None would end it
@@ -258,7 +258,7 @@ class WorkerIterator(HostIterator):
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
                 "after it are missing: start a new iterator"
             )
-        self.cursor.has_ended = True
+        self.position.has_ended = True
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -268,7 +268,7 @@ class WorkerIterator(HostIterator):
         worker = pending.worker
         self._schedule.remove(worker)
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
-            self.cursor.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
+            self.position.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import FailureCount
 from fastload.batch.packing import nbytes_of
 from fastload.device.pin_thread import pin_batch
-from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
+from fastload.epochs.position import Position, why_unresumable
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import THREAD, seeded_by
@@ -37,11 +37,11 @@ class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self.cursor = cursor = resume.begin_epoch(loader, "local", resume.why_unresumable(loader))
+        self.position = position = Position.begin(loader, "local", why_unresumable(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
-        cursor.choose_base_seed(int(self._base_seed))
-        self._sampler_iter = cursor.replay(loader, self._sampler_iter)
+        position.choose_base_seed(int(self._base_seed))
+        self._sampler_iter = position.replay(loader, self._sampler_iter)
         if self._timeout != 0:  # as torch's _SingleProcessDataLoaderIter.__init__
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._has_ended = False
@@ -56,28 +56,24 @@ class LocalIterator(HostIterator):
         self._number = 0  # of that batch
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         self._file_cache = file_cache_of(loader)
-        spec = worker_spec(loader, cursor.base_seed, self._file_cache)
-        states = cursor.dataset_states
+        spec = worker_spec(loader, position.base_seed, self._file_cache)
+        states = position.dataset_states
         self._keeps_state = states is not None
         is_seeded = spec.seeds_pipelines and not spec.seeds_samples
         self._streams = local_streams(spec.base_seed) if is_seeded else None
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])
-        is_first = not cursor.num_received
+        is_first = not position.num_received
         if states is not None and is_first and self._fetcher.reader.has_first_state:
             states[0] = self._dataset_state()
 
     def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
         state = state_of(loader)
-        try:
-            buffers, user = state.buffers.pop()  # by one thread only
-        except IndexError:
-            buffers, other = None, None
-        else:
-            other = user()
+        buffers, user = state.buffers or (None, None)
+        other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
             buffers = BufferPool(parse_prefetch_memory(loader.max_prefetch_memory))
-        state.buffers.append((buffers, weakref.ref(self)))
+        state.buffers = buffers, weakref.ref(self)
         return buffers
 
     def _next_data(self) -> Any:
@@ -89,12 +85,12 @@ class LocalIterator(HostIterator):
             try:
                 if self._due is None:
                     index = next(self._sampler_iter)
-                    self._number = self.cursor.next_number()
+                    self._number = self.position.next_number()
                     has_key = self._needs_keys
-                    self._due = self.cursor.keyed(index, self._number) if has_key else (index, None)
+                    self._due = self.position.keyed(index, self._number) if has_key else (index, None)
                 batch = self._fetch(*self._due)
             except StopIteration:
-                self._has_ended = self.cursor.has_ended = True
+                self._has_ended = self.position.has_ended = True
                 raise
             if self._pin_memory:
                 batch = pin_batch(batch, self._pin_memory_device)
@@ -147,7 +143,7 @@ class LocalIterator(HostIterator):
     def _fetched(self, index: Any) -> None:
         state = self._dataset_state() if self._keeps_state else None
         self._due = None
-        self.cursor.fetched(index, 0, state, self._number)
+        self.position.fetched(index, 0, state, self._number)
 
     def _dataset_state(self) -> DatasetState:
         return dataset_state_of(self._fetcher, "in the dataset's state_dict()")

@@ -64,13 +64,10 @@ TESTS = {
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
     " tests/cache/test_ram_model.py tests/cache/test_sharing.py -m 'not slow'",
-    "epochs/resume.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
+    "epochs/position.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
     f" tests/resume/test_failures.py {FEW}",
-    "epochs/sampler_state.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
+    "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
     f" tests/rng/test_seeding.py {FEW}",
-    "epochs/cursor.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
-    f" tests/resume/test_failures.py {FEW}",
-    "epochs/saved_cursor.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/stream_prefetcher.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",
 }
 # `mutants.quick` takes from hypothesis what a mutant does not need: shrinking, and other examples each time.

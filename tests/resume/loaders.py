@@ -14,7 +14,7 @@ from torch.utils.data import SubsetRandomSampler as Subset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from fastload import DataLoader
-from fastload.epochs.sampler_state import OrderSources
+from fastload.epochs.order import Order
 from tests.resume import zoo
 from tests.resume.zoo import Draws, Numbers, Stateful
 
@@ -75,8 +75,8 @@ def sharded(length: int, batch_size: int, num_ranks: int, rank: int) -> DataLoad
 
 def order_states(loader: DataLoader) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The states of the generators and of the samplers that determine the loader's order."""
-    sources = OrderSources(loader)
-    return sources.generator_states(), sources.sampler_states()
+    order = Order(loader)
+    return order.generator_states(), order.sampler_states()
 
 
 def labels(batches: Any) -> list[list[int]]:

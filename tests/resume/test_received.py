@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 
 from fastload import DataLoader
-from fastload.epochs import on_device, with_workers, without_workers
+from fastload.epochs import loader_state, on_device, with_workers, without_workers
 from fastload.errors import TooManyFailuresError
 from tests.device.fake import FakeBackend
 from tests.faults import test_signals
@@ -311,30 +311,46 @@ def test_ctrl_c_anywhere_in_fastload(mode: str, step: int, fake: Any, monkeypatc
 # --- two threads -----------------------------------------------------------------------------------------
 
 
-def in_two_threads(function: Any) -> list[Any]:
-    results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append(function())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
+class Meanwhile(Sampler[int]):
+    """Is asked for its state when an epoch begins; the first time, another thread begins one meanwhile."""
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self.other: Any = None
+        self.thread = threading.Thread(target=self._begin)
+
+    def _begin(self) -> None:
+        self.other = iter(self.loader)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+    def state_dict(self) -> dict[str, int]:
+        if self.loader is not None and self.thread.ident is None:
+            self.thread.start()
+            self.thread.join(0.3)  # it ends now, unless it has to wait
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
-def test_two_threads_that_begin_an_epoch_share_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although both begin it at the same moment, after an epoch whose buffers are free."""
-    loader = DataLoader(Numbers(8), 2)
-    list(loader)
-    both = threading.Barrier(2, timeout=20)
-    real = without_workers.weakref.ref
+def test_two_threads_that_begin_an_epoch_share_nothing(monkeypatch: Any, tmp_path: Any) -> None:
+    """They get two epochs of one loader, buffers of their own, and one cache between them."""
+    opened = []
+    real = loader_state.open_file_cache
+    monkeypatch.setattr(loader_state, "open_file_cache", lambda cache: opened.append(cache) or real(cache))
+    sampler = Meanwhile()
+    with DataLoader(Numbers(8), 2, sampler=sampler, cache=f"lmdb:{tmp_path / 'cache'}") as loader:
+        list(loader)
+        loader.close()  # the next epoch opens the cache again
+        opened.clear()
+        sampler.loader = loader
+        first = iter(loader)
+        sampler.thread.join(30)
 
-    class Weakref:
-        @staticmethod
-        def ref(iterator: Any) -> Any:
-            both.wait()  # neither has noted yet that the buffers are its own
-            return real(iterator)
-
-    monkeypatch.setattr(without_workers, "weakref", Weakref)
-    first, second = in_two_threads(lambda: iter(loader))
-
-    assert first._buffers is not second._buffers
+        assert len(opened) == 1
+        assert {first.position.epoch, sampler.other.position.epoch} == {1, 2}
+        assert loader.state_dict()["epoch"] == 2
+        assert first._buffers is not sampler.other._buffers
+    sampler.loader = sampler.other = None

@@ -1,4 +1,4 @@
-"""What determines the order of a loader: its samplers and generators, its rank, and facts to compare.
+"""What determines the order of a loader: its samplers and generators, and the rank that it reads for.
 
 A sampler or generator is named by its place: the path of the attribute of the loader that holds it.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import operator
 import pickle
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler
 
 from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
@@ -26,19 +25,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 DEFAULT = "default"  # the place of torch's own generator
-LOADER = "loader"  # the place of the loader's generator
 _EPOCH = ".epoch"  # ends the key of a sampler's epoch: DistributedSampler's order depends on it
 
 
-def is_drawn_from_seed(loader: DataLoader[Any]) -> bool:
-    """Whether samplers of torch choose all indices by a seed and a length: one that differs changes many."""
-    batches = loader.batch_sampler
-    kinds = (SequentialSampler, RandomSampler, DistributedSampler)
-    return type(batches) is BatchSampler and type(batches.sampler) in kinds
-
-
-class OrderSources:
-    """What determines the order of a loader's samples.
+class Order:
+    """The samplers and generators of a loader.
 
     Attributes:
         samplers: The loader's samplers, each once, with those inside its batch samplers, by place.
@@ -50,7 +41,7 @@ class OrderSources:
         self.samplers: dict[str, Any] = {}
         self.generators = {DEFAULT: torch.default_generator}
         seen = {id(None), id(torch.default_generator)}
-        left = [(LOADER, loader), ("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
+        left = [("loader", loader), ("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
         for place, owner in left:
             if id(owner) in seen:
                 continue
@@ -166,38 +157,19 @@ class OrderSources:
 _RANK_ATTRIBUTES = (("rank", "num_replicas"), ("rank", "world_size"), ("process_index", "num_processes"))
 _MAX_DEPTH = 6
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingFacts:
-    """Facts about a loader's order that are the same on every rank.
-
-    Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
-    their checksum says nothing about the state of another rank: these facts are compared instead. A fact is
-    None if it is unknown, or if the loader has nothing of the kind.
-
-    Attributes:
-        num_samples: The length of a map-style dataset.
-        batch_size: The number of samples in a full batch.
-        sampler: The classes of the sampler and of the samplers inside it.
-        seed: The sampler's seed; without one, the seed of the generator that it draws from.
-        num_ranks: The number of ranks among which the sampler splits the dataset.
-        num_nodes: The number of nodes, each of which has a part of the dataset.
-    """
-
-    num_samples: int | None = None
-    batch_size: int | None = None
-    sampler: str | None = None
-    seed: int | None = None
-    num_ranks: int | None = None
-    num_nodes: int | None = None
+# Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
+# their checksum says nothing about the state of another rank: these facts are compared instead, where both
+# are known. They are saved under these names, and errors name them in these words.
+FACTS = {
+    "batch_size": "batch_size",
+    "num_ranks": "number of ranks",
+    "num_samples": "length of the dataset",
+    "seed": "seed of the sampler",
+}
 
 
-def rank_and_facts(
-    loader: DataLoader[Any], generators: Mapping[str, bytes] | None = None
-) -> tuple[int | None, ShardingFacts]:
-    """The rank that the loader reads for, and the facts about its order that are the same on every rank.
-
-    The rank comes from the sampler or else from torch.distributed; None: unknown.
+def facts_of(loader: DataLoader[Any], generators: Mapping[str, bytes]) -> dict[str, Any]:
+    """What determines the order on every rank, by the names of `FACTS`; None: unknown.
 
     Args:
         loader: Its sampler, or iterable dataset, is asked now.
@@ -205,26 +177,23 @@ def rank_and_facts(
             first draw. A generator whose place is missing is taken as it is now.
     """
     samplers = _nested_samplers(loader)
-    rank, num_ranks = sharding_of(loader)
-    owners = (loader, *samplers)
-    sizes = (_integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
-    nodes = (_integer_or_none(_attribute(sampler, "num_nodes")) for sampler in samplers)
-    facts = ShardingFacts(
-        num_samples=None if is_iterable(loader) else length_or_none(loader.dataset),
-        batch_size=next((size for size in sizes if size is not None), None),
-        sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
-        seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
-        num_ranks=num_ranks,
-        num_nodes=next((number for number in nodes if number is not None), None),
-    )
-    return rank, facts
+    num_ranks = sharding_of(loader)[1]
+    return {
+        "batch_size": _first("batch_size", [loader, *samplers]),
+        "num_ranks": num_ranks,
+        "num_samples": None if is_iterable(loader) else length_or_none(loader.dataset),
+        "seed": _seed(loader, samplers, generators, is_split=num_ranks is not None),
+    }
 
 
 def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
-    """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
+    """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown.
+
+    The rank comes from the sampler or else from torch.distributed.
+    """
     for owner in [loader.dataset] if is_iterable(loader) else _nested_samplers(loader):
         for names in _RANK_ATTRIBUTES:
-            rank, num_ranks = (_integer_or_none(_attribute(owner, name)) for name in names)
+            rank, num_ranks = (_first(name, [owner]) for name in names)
             if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
                 return rank, num_ranks
     group = process_group()
@@ -249,36 +218,33 @@ def _attribute(owner: Any, name: str) -> Any:
         return None
 
 
-def _seed(
-    loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
-) -> int | None:
-    for sampler in samplers:
-        seed = _integer_or_none(_attribute(sampler, "seed"))
-        if seed is not None:
-            return seed
-    if is_split:  # the ranks share the order below, and the loaded state sets its generator
-        return None
-    for sampler in samplers:
-        if hasattr(sampler, "generator"):  # as in torch's samplers, None stands for the default generator
-            generator = torch.default_generator if sampler.generator is None else sampler.generator
-            if not isinstance(generator, torch.Generator):
-                return None
-            sources = OrderSources(loader)
-            for place, own in sources.generators.items():
-                if own is generator and place in generators:
-                    return sources.generator_at(place, generators[place]).initial_seed()
-            return generator.initial_seed()
+def _first(name: str, owners: list[Any]) -> int | None:
+    """The first attribute of this name that is an integer."""
+    for value in (_attribute(owner, name) for owner in owners):
+        if value is not None and not isinstance(value, bool):
+            with contextlib.suppress(TypeError):
+                return operator.index(value)
     return None
 
 
-def _integer_or_none(value: Any) -> int | None:
-    """The value as an int; None for a bool or a non-integer."""
-    if value is None or isinstance(value, bool):
+def _seed(
+    loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
+) -> int | None:
+    """The sampler's seed; without one, the seed of the generator that it draws from."""
+    seed = _first("seed", samplers)
+    drawing = [sampler for sampler in samplers if hasattr(sampler, "generator")]
+    # The ranks that split an order share it, and a loaded state sets its generator.
+    if seed is not None or is_split or not drawing:
+        return seed
+    # As in torch's samplers, None stands for the default generator.
+    generator = torch.default_generator if drawing[0].generator is None else drawing[0].generator
+    if not isinstance(generator, torch.Generator):
         return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
+    order = Order(loader)
+    for place, own in order.generators.items():
+        if own is generator and place in generators:
+            return order.generator_at(place, generators[place]).initial_seed()
+    return generator.initial_seed()
 
 
 def length_or_none(dataset: Any) -> int | None:

@@ -1,0 +1,683 @@
+"""The position in an epoch: begin one, count its batches, save where it stands, and go on there.
+
+A state holds the beginning of the epoch (the states of generators and samplers before anything was drawn, and
+the base seed drawn then) and the number of batches that the caller has received since. To resume, the loader
+draws the beginning again in the same order, and skips the indices of that many batches; it reads no samples.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import itertools
+import json
+import marshal
+import pickle
+import re
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, DatasetState, keeps_state
+from fastload.epochs.loader_state import state_of
+from fastload.epochs.order import DEFAULT, FACTS, Order, facts_of, length_or_none, sharding_of
+from fastload.errors import ResumeError
+from fastload.rng.keys import BatchKey, occurrence_counter
+from fastload.system.checks import as_int, integer
+from fastload.system.logs import log, say_once
+from fastload.system.notes import short_repr
+from fastload.system.remote_error import RemoteError
+from fastload.system.torch_private import has_auto_collation, index_sampler, is_iterable
+from fastload.workers.settings import pool_type_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.utils.data import DataLoader
+
+VERSION = 7
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_NUM_CHECKED = 16  # indices of a batch, about
+_SAME = "the same dataset, sampler and batch_size as before"
+_OUT_OF_ORDER = (
+    "with in_order=False, batches do not come in the order of the sampler: save a state between epochs, or "
+    "use in_order=True"
+)
+
+
+@dataclass(eq=False)
+class Position:
+    """The beginning of one epoch of one loader, and the batches that the caller has received since.
+
+    `begin` makes it when an epoch begins. A position that `load` has read stays as it is: `begin` makes the
+    next one of it. The first group of fields is saved, the second one is not.
+
+    Attributes:
+        epoch: The number that set_epoch() gave, or else the previous number plus one.
+        kind: The iterator that torch began the epoch with, which determines the order of torch's draws:
+            `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: no epoch has begun.
+        generators: States of the generators before anything was drawn, by place (see `Order`).
+        samplers: States of the samplers, as `Order.sampler_states` returns them.
+        base_seed: The seed from which torch seeds its workers.
+        sample_seed: The seed from which `seeding="sample"` seeds each sample.
+        num_received: How many batches of the epoch the caller has received.
+        checksum: How many lists of indices the checksum covers, and the checksum.
+        is_finished: Whether the caller has seen the end of the epoch.
+        why_unresumable: Why the epoch cannot be resumed in the middle; None if it can.
+        dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
+            of each worker's copy after its last batch that the caller received.
+        next_worker: The worker whose batch is due next.
+        rank: The rank that the loader reads for; None: unknown. While an epoch runs, it is set only for
+            transforms of batches.
+        facts: The `facts_of` the order, once it is saved.
+        is_iterable: Whether the dataset is iterable-style.
+        error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
+        ahead: The index, worker and dataset state of batches that were fetched and that the caller has not
+            received: they are prefetched, or an error came instead of them.
+        has_ended: Whether no batch is left to be fetched.
+        fetched_number: The number of the last fetched batch. It is a guess where torch's own workers fetch
+            with `in_order=False`.
+        fetched_key: With `seeding="sample"`: its index, and its key; None where the number is a guess.
+        sampler_iter: The sampler's iterator in a resumed epoch, which `replay` can wrap.
+        loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
+            load them.
+        count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
+    """
+
+    epoch: int = 0
+    kind: str | None = None
+    generators: dict[str, bytes] = field(default_factory=dict)
+    samplers: dict[str, bytes] = field(default_factory=dict)
+    base_seed: int = 0
+    sample_seed: int = 0
+    num_received: int = 0
+    checksum: tuple[int, int] = (0, 0)
+    is_finished: bool = False
+    why_unresumable: str | None = None
+    dataset_states: list[DatasetState] | None = None
+    next_worker: int = 0
+    rank: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    is_iterable: bool = field(init=False, default=False)
+    error: RemoteError | None = field(init=False, default=None)
+    ahead: deque[tuple[Any, int, DatasetState | None]] = field(init=False, default_factory=deque)
+    has_ended: bool = field(init=False, default=False)
+    fetched_number: int = field(init=False, default=0)
+    fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
+    sampler_iter: Iterator[Any] | None = field(init=False, default=None)
+    loads_dataset_states: bool = field(init=False, default=False)
+    count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
+    # What `replay` goes on from, whether another rank saved it, and the user's state of torch's default
+    # generator, which `replay` leaves unchanged.
+    _loaded: Position | None = field(init=False, default=None)
+    _is_of_other_rank: bool = field(init=False, default=False)
+    _default_state: torch.Tensor | None = field(init=False, default=None)
+    # With seeding="sample": what was counted and not yet fetched, by the number of the batch.
+    _counted: dict[int, tuple[Any, BatchKey]] = field(init=False, default_factory=dict)
+    _next_number: int = field(init=False, default=0)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch has begun, and the caller has not seen its end."""
+        return self.kind is not None and not self.is_finished
+
+    # --- beginning, perhaps in the middle -----------------------------------------------------------------
+
+    @classmethod
+    def begin(cls, loader: DataLoader[Any], kind: str, reason: str | None = None) -> Position:
+        """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
+
+        Args:
+            loader: The loader whose epoch begins; the caller holds its lock.
+            kind: As the attribute.
+            reason: Why the epoch cannot be resumed in the middle.
+
+        Raises:
+            ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
+        """
+        state, order = state_of(loader), Order(loader)
+        loaded, state.loaded = state.loaded, None  # `make_iterator` restores it after an error
+        self = cls(state.next_epoch, kind, order.generator_states(), why_unresumable=reason)
+        self.is_iterable = is_iterable(loader)
+        try:
+            self.samplers = order.sampler_states()
+        except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
+            self.error = RemoteError.current("in a sampler's state_dict()")
+        if reason is None and has_dataset_states(loader):
+            self._begin_dataset_states(loader, loaded)
+        if loaded is not None and loaded.is_within_epoch:
+            self._resume_at(loader, loaded)
+        elif loaded is not None and reason is None and _waited_for_next(loader, kind, loaded):
+            self.kind = "again"
+            self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
+        if kind != "local" and not loader.in_order:
+            self.why_unresumable = reason or _OUT_OF_ORDER
+        self.sample_seed = sample_seed_of(loader)
+        transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
+        if any(transform is not None for transform in transforms):
+            self.rank = sharding_of(loader)[0]
+        if getattr(loader, "seeding", "worker") == "sample":
+            num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
+            self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
+        state.next_epoch, state.position = self.epoch + 1, self
+        return self
+
+    def _begin_dataset_states(self, loader: DataLoader[Any], loaded: Position | None) -> None:
+        """Set the states of the copies of the dataset before the first batch of an epoch.
+
+        A map-style dataset in persistent workers enters an epoch with the state in which it left the previous
+        one. An iterable-style dataset starts over.
+        """
+        self.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
+        if self.is_iterable or not loader.persistent_workers:
+            return
+        self.loads_dataset_states = loaded is not None
+        before = loaded or (state_of(loader).position if self.kind == "again" else None)
+        last = before.dataset_states if before is not None and before.is_finished else None
+        if last is not None and len(last) == len(self.dataset_states):
+            self.dataset_states = list(last)
+
+    def _resume_at(self, loader: DataLoader[Any], loaded: Position) -> None:
+        """Become a loaded position within an epoch; `replay` then goes on from there."""
+        self._is_of_other_rank = loaded.check_with(loader)
+        if self._is_of_other_rank and any(copy.has_state for copy in loaded.dataset_states or ()):
+            log.warning(
+                "this rank loads the states of a dataset that rank %s saved, which is correct only if the "
+                "dataset's state_dict() does not depend on the rank; otherwise save and load a state for "
+                "each rank",
+                loaded.rank,
+            )
+        self.epoch = loaded.epoch
+        reason = loaded.why_unresumable or self.why_unresumable
+        if reason is not None and loaded.num_received:
+            raise ResumeError(f"this epoch cannot be resumed after {loaded.num_received} batches: {reason}")
+        if self.why_unresumable is not None:
+            # Without received batches no replay is needed. torch's default generator is the user's: not set.
+            order = Order(loader)
+            order.set_generators({k: v for k, v in loaded.generators.items() if k != DEFAULT})
+            order.set_samplers(loaded.samplers)
+            self.generators, self.samplers = order.generator_states(), order.sampler_states()
+            return
+        self._set_dataset_states(loader, loaded)
+        self.kind, self.generators, self.samplers = loaded.kind, loaded.generators, loaded.samplers
+        self._loaded, self._default_state = loaded, torch.default_generator.get_state()
+
+    def _set_dataset_states(self, loader: DataLoader[Any], loaded: Position) -> None:
+        copies, own = list(loaded.dataset_states or ()), self.dataset_states or ()
+        if len(copies) != len(own) and loaded.num_received:
+            raise ResumeError(
+                f"the state has a dataset state for each of {len(copies)} workers, but this loader has "
+                f"{len(own)}: give it the same dataset and num_workers as before"
+            )
+        if len(copies) != len(own) or not copies:
+            return
+        if any(copy.data for copy in copies) and not keeps_state(loader.dataset):
+            raise ResumeError(
+                f"the state has states of the dataset, but this loader's, a {type(loader.dataset).__name__}, "
+                "has no state_dict() and load_state_dict(): give it the same dataset as before"
+            )
+        num_batches = sum(copy.num_to_read_again for copy in copies) if self.is_iterable else 0
+        if num_batches > loaded.num_received:  # Accelerate subtracts batches that it has prefetched
+            if len(copies) > 1:
+                raise ResumeError(
+                    f"the state was changed: it has {loaded.num_received} batches, but workers have read "
+                    f"{num_batches} of a stream without a state: give the dataset a state_dict(), or use "
+                    "num_workers=0"
+                )
+            num_batches = loaded.num_received
+            copies = [copies[0]._replace(num_batches=num_batches)]
+        self.dataset_states, self.next_worker = copies, loaded.next_worker
+        self.loads_dataset_states = True
+        if num_batches:
+            log.warning(
+                "epoch %s is resumed by reading %s batches again and dropping them, because neither the "
+                "dataset, a %s, nor its iterator has state_dict() and load_state_dict(): it must give the "
+                "same samples in the same order as before",
+                *(loaded.epoch, num_batches, type(loader.dataset).__name__),
+            )
+
+    def check_with(self, loader: DataLoader[Any]) -> bool:
+        """Whether another rank saved this position.
+
+        Raises:
+            ResumeError: It is valid neither for this loader nor for this rank.
+        """
+        rank, facts = sharding_of(loader)[0], facts_of(loader, {})
+        is_of_other_rank = None not in (self.rank, rank) and self.rank != rank
+        skips = self.is_within_epoch and self.num_received > 0
+        reads_again = any(copy.num_to_read_again for copy in self.dataset_states or ())
+        is_split = None not in (facts["num_ranks"], self.facts["num_ranks"])
+        is_compared = {
+            "batch_size": skips and (reads_again or not is_iterable(loader)),
+            "num_ranks": skips,
+            "num_samples": skips and is_of_other_rank,
+            "seed": is_of_other_rank and (skips or not is_split),
+        }
+        for name, description in FACTS.items():
+            saved, own = self.facts[name], facts[name]
+            if is_compared[name] and None not in (saved, own) and saved != own:
+                raise ResumeError(
+                    f"the state was saved by a loader with {description} {saved}, after "
+                    f"{self.num_received} batches, but this loader has {own}: give it {saved}, or load a "
+                    "state that was saved between two epochs, or one for each rank"
+                )
+        return is_of_other_rank
+
+    def choose_base_seed(self, drawn: int) -> int:
+        """The base seed: the one just drawn, or that of the resumed epoch."""
+        self.base_seed = drawn if self._loaded is None else self._loaded.base_seed
+        return self.base_seed
+
+    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
+        """The iterator over indices: ``drawn``, or the remaining indices of a resumed epoch.
+
+        Reads no samples.
+
+        Raises:
+            ResumeError: The sampler gives different indices than before.
+        """
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return drawn
+        # The order of torch: base seed after the first iter() of the sampler.
+        order = Order(loader)
+        order.set_generators(self.generators)
+        order.set_samplers(self.samplers)
+        indices: Iterator[Any] = iter(index_sampler(loader))
+        if self.kind != "again":  # persistent workers keep their base seed
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        if self.kind == "workers":
+            indices = iter(index_sampler(loader))  # with workers, torch calls iter() twice
+        self.sampler_iter = indices
+        self._skip(loader, indices, loaded)
+        if self._default_state is not None:
+            has_drawn = loaded.num_received or self.is_iterable
+            if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
+                # A sampler can draw its order when the first index is requested. This must happen before
+                # torch's default generator is set back to the user's state.
+                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
+            torch.default_generator.set_state(self._default_state)
+        return indices
+
+    def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], loaded: Position) -> None:
+        num_batches = self._next_number = loaded.num_received
+        num_checked, expected = loaded.checksum
+        if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
+            self.num_received, self.checksum = num_batches, (num_batches, expected)
+            return
+        for number in range(num_batches):
+            try:
+                self._advance(self.keyed(next(indices), number)[0])
+            except StopIteration:
+                raise ResumeError(
+                    f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
+                    f"{self.num_received}: give the loader {_SAME}"
+                ) from None
+        self._counted.clear()  # the skipped batches are not fetched
+        is_same = self.checksum[1] == expected
+        if not self._is_of_other_rank:
+            if num_batches == num_checked and not is_same:
+                raise ResumeError(
+                    f"the sampler gave different indices for the first {num_batches} batches than in the "
+                    f"epoch to be resumed: give the loader {_SAME}; a custom sampler must draw from a "
+                    "torch.Generator in its attribute `generator` or from torch's default one, or have a "
+                    "state_dict()"
+                )
+            return
+        # Another rank's indices differ. A sampler with that rank's state must not give them.
+        rank, num_ranks = sharding_of(loader)
+        has_state = any(not key.endswith(".epoch") for key in loaded.samplers)
+        if num_ranks is not None and has_state and num_batches and is_same:
+            raise ResumeError(
+                f"the sampler of rank {rank} gives the indices of rank {loaded.rank}, which saved the "
+                "state: save and load a state for each rank, or leave the rank out of the sampler's "
+                "state_dict()"
+            )
+
+    # --- batches ------------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """The number of the batch whose index was drawn now; call it once for each, in order."""
+        self._next_number += 1
+        return self._next_number - 1
+
+    def batch_key(self, number: int) -> BatchKey:
+        """The key of the batch of this number, whose draws do not depend on its samples."""
+        return BatchKey(self.sample_seed, self.epoch, number, self.base_seed, self.rank or 0)
+
+    def keyed(self, index: Any, number: int) -> tuple[Any, BatchKey]:
+        """An index from the sampler, and the key of its batch, of this number; call it once for each."""
+        key = self.batch_key(number)
+        if self.count_occurrences is None:
+            return index, key
+        index, occurrences = self.count_occurrences(index)
+        counted = self._counted[number] = index, key._replace(occurrences=occurrences)
+        return counted
+
+    @property
+    def num_fetched(self) -> int:
+        """How many batches were fetched: the caller has received them, or they are ahead."""
+        return self.num_received + len(self.ahead)
+
+    def fetched(
+        self,
+        index: Any,
+        worker: int = 0,
+        dataset_state: DatasetState | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Record that a batch was fetched, or an error instead of it; `receive_until` counts it.
+
+        Args:
+            index: Its index, or list of indices, from the sampler.
+            worker: The worker that made it.
+            dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
+            number: The number of the batch; None: nobody knows, and so many were fetched before it.
+        """
+        self.fetched_number = self.num_fetched if number is None else number
+        counted = self._counted.pop(self.fetched_number, None) if self._counted else None
+        self.fetched_key = None if number is None else counted
+        self.ahead.append((index, worker, dataset_state))
+
+    def receive_until(self, number: int) -> None:
+        """Record that the caller receives fetched batches, until it has received this number.
+
+        A batch with an error instead of it counts with the next one, so a state between the two repeats it.
+        """
+        while self.ahead and self.num_received < number:
+            self._advance(*self.ahead[0])
+            del self.ahead[0]  # no call since the last line of `_advance`, so no signal either
+
+    def receive_end(self) -> None:
+        """Record that the caller sees the end, if this is the end."""
+        if self.has_ended:
+            self.receive_until(self.num_fetched)
+            self.is_finished = True
+
+    def _advance(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
+        num_received, states = self.num_received + 1, self.dataset_states
+        num_copies = len(states or ())
+        checksum = num_received, _checksum_with(index, self.checksum[1])
+        # From here on without a call: signals interrupt calls, and all of this is true or none of it.
+        if states is not None and dataset_state is not None:
+            if not (self.is_iterable and dataset_state == LOST):  # a stream reads a lost batch again
+                states[worker] = dataset_state
+            self.next_worker = (worker + 1) % num_copies
+        self.num_received, self.checksum = num_received, checksum
+
+    # --- saving and loading -------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """A dict of plain types for the user, which shares no mutable objects with this object.
+
+        JSON and `torch.load(weights_only=True)` support all types in it, if they support the user's own parts
+        (states of samplers and datasets).
+        """
+        states = self.dataset_states
+        saved = {name: getattr(self, name) for name in _PLAIN} | {
+            "version": VERSION,
+            # torchdata and Accelerate use these names; Accelerate changes all three.
+            "_num_yielded": self.num_received,
+            "_sampler_iter_yielded": self.num_received,
+            "_iterator_finished": self.is_finished,
+            "checksum": list(self.checksum),
+            "generators": {place: base64.b64encode(s).decode() for place, s in self.generators.items()},
+            "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
+            "dataset_states": None if states is None else [state.to_dict() for state in states],
+            "facts": dict(self.facts),
+        }
+        return saved | {"crc": _crc_of(saved)}
+
+    @classmethod
+    def from_dict(cls, saved: Any) -> Position:
+        """The position of a dict of `to_dict`, also after a round trip through JSON; runs no code from it.
+
+        Raises:
+            ResumeError: This is not such a dict, or it was changed.
+        """
+        try:
+            if saved["version"] != VERSION:
+                raise ValueError(f"its 'version' should be {VERSION}, but is {short_repr(saved['version'])}")
+            if saved["crc"] != _crc_of(saved):
+                raise ValueError("its 'crc' is not that of its other values, so one of these was changed")
+            states = saved["dataset_states"]
+            self = cls(
+                generators={place: base64.b64decode(text) for place, text in saved["generators"].items()},
+                samplers={place: pickle.dumps(state) for place, state in saved["samplers"].items()},
+                num_received=integer(0, saved["checksum"][0] + 1)(saved["_num_yielded"]),
+                checksum=tuple(saved["checksum"]),
+                dataset_states=None if states is None else [DatasetState.from_dict(part) for part in states],
+                facts=dict(saved["facts"]),
+                **{name: saved[name] for name in _PLAIN},
+            )
+        except Exception as error:
+            raise ResumeError(
+                f"this is not a state of a fastload.DataLoader of this release, or it is damaged: {error!r}. "
+                "Pass what loader.state_dict() returned, or start without a state"
+            ) from error
+        # Between two epochs, a state has none of torch's default generator, which belongs to the user.
+        self.is_finished = self.kind is not None and DEFAULT not in self.generators
+        return self
+
+
+_PLAIN = ("epoch", "kind", "base_seed", "sample_seed", "why_unresumable", "next_worker", "rank")
+
+
+def _crc_of(saved: Mapping[str, Any]) -> int:
+    """The checksum of a saved position, without what frameworks change and without the user's own states."""
+    plain: dict[str, Any] = {name: saved[name] for name in (*_PLAIN, "checksum", "generators", "facts")}
+    states = saved["dataset_states"]
+    plain["samplers"] = sorted(saved["samplers"])
+    plain["dataset_states"] = states and [
+        [state["progress"], sorted(state), state.get("num_batches")] for state in states
+    ]
+    return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+
+
+def _waited_for_next(loader: DataLoader[Any], kind: str, loaded: Position) -> bool:
+    """Whether workers waited for the next epoch when a finished one was saved: torch draws no base seed then.
+
+    Args:
+        loader: Whether its workers wait, too, matters as well.
+        kind: Of its new iterator.
+        loaded: The finished position.
+    """
+    return kind == "workers" and loader.persistent_workers and loaded.kind in ("workers", "again")
+
+
+def _checksum_with(index: Any, checksum: int) -> int:
+    """The checksum after one more index or list of indices; the same in every process.
+
+    Args:
+        index: The index, or the list, some of which are enough: another order differs there, too.
+        checksum: The one before.
+    """
+    if type(index) is list and len(index) > 2 * _NUM_CHECKED:
+        index = index[:: len(index) // _NUM_CHECKED]
+    try:
+        # Version 2 writes the same bytes for equal values, however many references they have.
+        return zlib.crc32(marshal.dumps(index, 2), checksum)
+    except ValueError:  # the index contains types that are not built-in
+        pass
+    try:
+        text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes
+    except Exception:  # noqa: BLE001  # the index can be of a user's class
+        text = type(index).__name__
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), checksum)
+
+
+# --- a loader and its position ----------------------------------------------------------------------------
+
+
+def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+    """The iterator that ``make`` returns; if ``make`` raises, the loader keeps its position.
+
+    A loaded state then stays loaded, and all generators and samplers are restored, so the next `iter(loader)`
+    begins at the same place. Without a loaded state, the loader's generator stays as torch leaves it.
+    """
+    state = state_of(loader)
+    before = state.next_epoch, state.position, state.loaded
+    try:
+        with contextlib.nullcontext() if state.loaded is None else Order(loader).unchanged_on_error():
+            return make()
+    except BaseException:
+        state.next_epoch, state.position, state.loaded = before
+        raise
+
+
+def why_unresumable(loader: DataLoader[Any]) -> str | None:
+    """Why an epoch of this loader cannot be resumed in the middle; None if it can."""
+    dataset = loader.dataset
+    if not is_iterable(loader) or keeps_state(dataset):
+        return None
+    if not callable(getattr(dataset, "state_dict", None)):
+        return None  # its iterator might keep a state; otherwise its batches are read again
+    return (
+        "the iterable-style dataset has a state that fastload cannot save or load: state_dict() is called "
+        f"without arguments and load_state_dict() with the state, and {type(dataset).__name__} lacks one of "
+        "them, or they need different arguments"
+    )
+
+
+def has_dataset_states(loader: DataLoader[Any]) -> bool:
+    """Whether a state of the loader has a state of each worker's copy of the dataset.
+
+    Worker threads share the dataset, so a batch has no state of its own. A module's `state_dict()` has its
+    weights.
+    """
+    if is_iterable(loader):
+        return True
+    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
+    shares = loader.num_workers > 0 and pool_type.uses_threads
+    return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
+
+
+def sample_seed_of(loader: DataLoader[Any]) -> int:
+    """The seed of the loaded run; else the user's seed of the loader's generator, or of torch."""
+    seed = state_of(loader).sample_seed
+    if seed is not None:
+        return seed
+    return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
+
+
+def state_dict(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The position of the loader as a new dict of plain types; starts nothing.
+
+    Raises:
+        Exception: An error of a sampler's or a dataset's `state_dict()` within this epoch.
+    """
+    state = state_of(loader)
+    if isinstance(state.loaded, Position):
+        return state.loaded.to_dict()
+    position: Position = state.position or Position(state.next_epoch, sample_seed=sample_seed_of(loader))
+    generators, samplers, states = position.generators, position.samplers, position.dataset_states
+    if position.is_within_epoch:
+        if position.why_unresumable == _OUT_OF_ORDER:
+            say_once(f"state_dict() was called within an epoch that cannot be resumed: {_OUT_OF_ORDER}")
+        if position.error is not None:
+            position.error.reraise()
+        for dataset_state in states or ():
+            dataset_state.raise_error()
+    else:
+        # Between epochs, a resumed loader continues with the current states of its own generators.
+        order = Order(loader)
+        generators, samplers = order.generator_states(with_default=False), order.sampler_states()
+        if states is not None and position.is_finished and position.is_iterable:
+            states = [ENDED] * len(states)
+    rank, facts = sharding_of(loader)[0], facts_of(loader, generators)
+    saved = dataclasses.replace(position, generators=generators, samplers=samplers, rank=rank, facts=facts)
+    saved.dataset_states = states
+    return saved.to_dict()
+
+
+def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
+    """Make the next epoch of the loader resume from the state.
+
+    Raises:
+        ResumeError: This is not a state of this release's loader, or another rank with another order saved
+            it. Nothing has changed.
+    """
+    loaded, order, state = Position.from_dict(saved), Order(loader), state_of(loader)
+    for place in loaded.generators.keys() & order.generators.keys():
+        order.generator_at(place, loaded.generators[place])  # raises now if it is damaged
+    missing = {
+        f"generators[{place!r}]" for place in order.generators.keys() - loaded.generators.keys() - {DEFAULT}
+    }
+    missing |= {f"samplers[{key!r}]" for key in order.keys - loaded.samplers.keys()}
+    if missing:  # the loader would continue from wherever that part happens to be
+        raise ResumeError(
+            f"the state lacks {', '.join(sorted(missing))}, which determines the batches of this loader: "
+            "give it the same sampler and generator as before, or load another checkpoint"
+        )
+    if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
+        loaded.check_with(loader)
+        with order.unchanged_on_error():
+            order.set_generators(loaded.generators)
+            order.set_samplers({k: v for k, v in loaded.samplers.items() if k in order.keys})
+            if not loader.num_workers:
+                _set_own_dataset(loader, loaded)
+    state.loaded, state.sample_seed = loaded, loaded.sample_seed
+    state.next_epoch = loaded.epoch + loaded.is_finished
+
+
+def _set_own_dataset(loader: DataLoader[Any], loaded: Position) -> None:
+    """Between epochs, set the state of a map-style dataset read without workers; an error changes nothing."""
+    copies, dataset = loaded.dataset_states or [], loader.dataset
+    if is_iterable(loader) or not has_dataset_states(loader) or len(copies) != 1 or not copies[0].data:
+        return
+    before = DatasetState.of(dataset.state_dict())  # type: ignore[attr-defined]  # as `keeps_state` says
+    try:
+        dataset.load_state_dict(copies[0].load())  # type: ignore[attr-defined]
+    except BaseException:
+        with contextlib.suppress(Exception):  # the caller must see the first error
+            dataset.load_state_dict(before.load())  # type: ignore[attr-defined]
+        raise
+
+
+def has_no_rest(loader: DataLoader[Any]) -> bool:
+    """Whether a state was loaded that was saved after the last batch of an epoch, but before its end."""
+    loaded: Position | None = state_of(loader).loaded
+    if loaded is None or not loaded.is_within_epoch:
+        return False
+    try:
+        return loaded.num_received >= len(loader)
+    except (TypeError, NotImplementedError):  # a sampler without a length
+        return False
+
+
+def set_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Set the number of the next epoch, also in samplers and datasets that count epochs.
+
+    Raises:
+        TypeError: The number is not an integer.
+    """
+    number, state = as_int("epoch", number), state_of(loader)
+    state.next_epoch, state.has_set_epoch = number, True
+    for owner in [*Order(loader).samplers.values(), loader.dataset]:
+        tell = getattr(owner, "set_epoch", None)
+        if callable(tell):
+            tell(number)
+
+
+def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
+    """Warn once if a subclass makes its own iterators, whose batches are not counted.
+
+    An error would end training while it saves a checkpoint.
+    """
+    state, kind = state_of(loader), type(loader)
+    is_counted = state.position is not None or state.loaded is not None
+    methods: list[Any] = [kind.__iter__, kind._get_iterator]
+    if is_counted or state.has_warned or all(m.__module__.startswith("fastload.") for m in methods):
+        return
+    state.has_warned = True
+    log.warning(
+        "the state of this %s is that of the beginning of an epoch. If it makes its iterators by itself, its "
+        "position is unknown: define state_dict() and load_state_dict() in the class, or take the batches "
+        "from super().__iter__() and super()._get_iterator()",
+        kind.__name__,
+    )
