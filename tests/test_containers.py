@@ -247,7 +247,7 @@ for file in sys.argv[1:]:
     with open(file, "w") as procs:
         procs.write(str(os.getpid()))
 import numpy as np
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.ram.store import SharedStore
 from fastload.system.budget import available_bytes
 
 
@@ -271,14 +271,14 @@ children = []
 for child in range(2):
     children.append(os.fork())
     if children[-1] == 0:
-        store = SharedFileStore()
+        store = SharedStore()
         os.read(start[0], 1)
         stored = fill(store, child * count)
         os.write(done[1], b"%12d" % stored)
         signal.pause()
 os.write(start[1], b"12")
 stored = [int(os.read(done[0], 12)) for _ in children]
-store = SharedFileStore()
+store = SharedStore()
 os.kill(children[0], signal.SIGKILL)
 os.waitpid(children[0], 0)
 right = wrong = 0
