@@ -673,7 +673,7 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
     monkeypatch.setattr(ram_store, "_LOOK_EVERY_S", 0.0)
     store = open_store("64MB")
-    assert store.put(bytes(16), np.arange(1000), None)
+    assert store.put(bytes(16), [bytes(8000)])
     (listed,) = told("ls")["files"]
     assert (listed["num_files"], listed["owners"]) == (1, [os.getpid()])
     assert f"{listed['name']}  1 files" in run("ls").stdout
@@ -744,7 +744,7 @@ def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkey
         assert holder.stderr is not None
         assert "holding decoded files, now 0" in holder.stderr.readline()
         store = open_store("64MB")
-        assert store.put(bytes(16), np.arange(1000), None)
+        assert store.put(bytes(16), [bytes(8000)])
         store.close()
         store = open_store("64MB")
         assert store.get(bytes(16)) is not None

@@ -107,7 +107,7 @@ class FileCache:
             own = readable_size(store.max_bytes)
             limit = f"stored by jobs with a larger limit than the {own} of this one"
         else:
-            limit = f"at most {readable_size(store.max_bytes)}"
+            limit = f"at most {readable_size(store.max_bytes)}; {store.reason}"
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
             f"remembered: now {store.num_files:,} results of decoding files "

@@ -103,6 +103,7 @@ class SharedStore:
         ValueError: `parse_memory` does not accept `max_memory`.
     """
 
+    lasts = False
     full_reason = FULL
 
     def __init__(self, max_memory: str | float = "auto") -> None:
