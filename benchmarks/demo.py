@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import fastload
-from fastload.cache.ram.file_store import live_stores
+from fastload.cache.ram.store import live_stores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1840, 1050),
     "workers": (2034, 1150),
     "batch": (1494, 800),
-    "cache": (5552, 2600),
+    "cache": (5551, 2600),
     "readers": (1935, 1200),
     "images": (730, 600),
     "augmentation": (952, 800),

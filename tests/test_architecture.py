@@ -314,7 +314,7 @@ def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpr
     _run(
         interpreter,
         f"import sys\n{program}\n"
-        "libraries = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.records'}\n"
+        "libraries = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.ram.shared'}\n"
         "assert not libraries & set(sys.modules), libraries & set(sys.modules)\n",
     )
 

@@ -26,8 +26,8 @@ import fastload
 from fastload.cache.build import inventory
 from fastload.cache.file_cache import forget_stores
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import file_store
-from fastload.cache.ram.file_store import open_store
+from fastload.cache.ram import store as ram_store
+from fastload.cache.ram.store import open_store
 from fastload.cli import cache_commands, main
 from fastload.readers import identity
 from tests.cache.build_zoo import building
@@ -671,9 +671,9 @@ def test_without_a_directory_ls_lists_memory_and_the_working_directory(
 def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the name that `ls` shows; whoever holds them lets go."""
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
-    monkeypatch.setattr(file_store, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(ram_store, "_LOOK_EVERY_S", 0.0)
     store = open_store("64MB")
-    assert store.put(bytes(16), np.arange(1000), None)
+    assert store.put(bytes(16), [bytes(8000)])
     (listed,) = told("ls")["files"]
     assert (listed["num_files"], listed["owners"]) == (1, [os.getpid()])
     assert f"{listed['name']}  1 files" in run("ls").stdout
@@ -744,7 +744,7 @@ def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkey
         assert holder.stderr is not None
         assert "holding decoded files, now 0" in holder.stderr.readline()
         store = open_store("64MB")
-        assert store.put(bytes(16), np.arange(1000), None)
+        assert store.put(bytes(16), [bytes(8000)])
         store.close()
         store = open_store("64MB")
         assert store.get(bytes(16)) is not None

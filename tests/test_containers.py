@@ -247,7 +247,8 @@ for file in sys.argv[1:]:
     with open(file, "w") as procs:
         procs.write(str(os.getpid()))
 import numpy as np
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.decoded_files import DecodedFiles
+from fastload.cache.ram.store import SharedStore
 from fastload.system.budget import available_bytes
 
 
@@ -261,7 +262,8 @@ def key_of(number):
 
 def fill(store, first):
     numbers = range(first, first + count)
-    return sum(store.put(key_of(number), array_of(number), number) for number in numbers)
+    files = DecodedFiles(store)
+    return sum(files.put(key_of(number), array_of(number), number) for number in numbers)
 
 
 before = available_bytes()
@@ -271,19 +273,19 @@ children = []
 for child in range(2):
     children.append(os.fork())
     if children[-1] == 0:
-        store = SharedFileStore()
+        store = SharedStore()
         os.read(start[0], 1)
         stored = fill(store, child * count)
         os.write(done[1], b"%12d" % stored)
         signal.pause()
 os.write(start[1], b"12")
 stored = [int(os.read(done[0], 12)) for _ in children]
-store = SharedFileStore()
+store = SharedStore()
 os.kill(children[0], signal.SIGKILL)
 os.waitpid(children[0], 0)
 right = wrong = 0
 for number in range(2 * count):
-    found = store.get(key_of(number))
+    found = DecodedFiles(store).get(key_of(number))
     if found is not None:
         right, wrong = right + 1, wrong + (found.note != number or (found.array != number % 251).any())
 nbytes = store.nbytes

@@ -1,7 +1,7 @@
 """Datasets behind caches, which decode each sample once.
 
 Read from the bottom up: `records` (values as bytes), `store` (what keeps records), `lmdb_store` (which keeps
-them in one file), `fingerprint`, `columns`, `plain_text`, `progress`,
+them in one file), `decoded_files` (what readers store), `fingerprint`, `columns`, `plain_text`, `progress`,
 `sample_cache` (the interface of caches), `ram`, `lmdb` and `disk` (the caches, which know nothing of each
 other), `build` (reads samples to fill and to build them); then
 `dataset` (the user's object), `open_cache` (chooses and opens a cache), `no_cache`, `transform` and

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.augmentation.ends import ENDS
+from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.arena import reserve_bytes
-from fastload.cache.ram.file_store import SharedFileStore, open_store
+from fastload.cache.ram.store import SharedStore, Use, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import DISK, check_cache
@@ -43,11 +43,11 @@ class FileCache:
         store: As given.
     """
 
-    def __init__(self, store: SharedFileStore | DiskFileStore, resizes: Resizes | None = None) -> None:
+    def __init__(self, store: SharedStore | DiskFileStore, resizes: Resizes | None = None) -> None:
         self.store = store
-        self._decode_cache = DecodeCache(store, resizes=resizes or Resizes.shared())
-        _open_caches.add(self)
-        weakref.finalize(self, _forget_uses).atexit = False
+        files = DecodedFiles(store) if isinstance(store, SharedStore) else store
+        self._decode_cache = DecodeCache(files, resizes=resizes or Resizes.shared())
+        self._use = Use()
         patches.retain(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,10 +55,11 @@ class FileCache:
 
     def poll(self) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
-        self.store.poll()
+        self.store.poll(*[self._use] * isinstance(self.store, SharedStore))
 
     def end_epoch(self) -> None:
-        """Decide now what is stored of images that are resized first; see `Resizes.conclude`."""
+        """Decide now what is stored of images that are resized first, and need only what was used."""
+        self._use.end_epoch()
         self._decode_cache.resizes.conclude()
 
     def shortage(self, num_refused: int) -> str | None:
@@ -106,7 +107,7 @@ class FileCache:
             own = readable_size(store.max_bytes)
             limit = f"stored by jobs with a larger limit than the {own} of this one"
         else:
-            limit = f"at most {readable_size(store.max_bytes)}"
+            limit = f"at most {readable_size(store.max_bytes)}; {store.reason}"
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
             f"remembered: now {store.num_files:,} results of decoding files "
@@ -116,21 +117,10 @@ class FileCache:
     def close(self) -> None:
         """Let the classes of the libraries be as they were, if no other cache of this process needs them."""
         patches.release(self)
-        _open_caches.discard(self)
-        _forget_uses()
+        self._use = Use()
 
 
-_open_caches: weakref.WeakSet[FileCache] = weakref.WeakSet()
-
-
-def _forget_uses() -> None:
-    """If no cache of this process is open, let what it has used make room for others."""
-    if not list(_open_caches):
-        for store in list(_stores.values()):  # without the lock: the garbage collector can call this anywhere
-            store.forget()
-
-
-_stores: dict[str | float, SharedFileStore | DiskFileStore] = {}  # by limit, or by place on disk
+_stores: dict[str | float, SharedStore | DiskFileStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 
 
@@ -147,7 +137,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     )
 
 
-def store_of_process(place: str | float) -> SharedFileStore | DiskFileStore:
+def store_of_process(place: str | float) -> SharedStore | DiskFileStore:
     """The store with a limit, or on disk, as `check_cache` names it.
 
     This process holds it to its end: a cell that runs again finds its files.

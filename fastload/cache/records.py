@@ -65,13 +65,13 @@ def encode(value: Any, key: bytes = b"") -> bytes:
     return b"".join(record_parts(*flatten(value), key)[0])
 
 
-def record_parts(spec: Spec, values: list[Any], key: bytes = b"") -> tuple[list[Any], int]:
+def record_parts(spec: Spec, values: list[Any], key: bytes | None = b"") -> tuple[list[Any], int]:
     """The record as buffers, to be written one after another, and its length in bytes.
 
     Args:
         spec: Of the value.
         values: As `flatten` returns them; arrays are not copied.
-        key: Under which the record will be stored.
+        key: Under which the record will be stored; None: without a checksum, for memory.
     """
     payloads = [to_bytes(leaf, value) for leaf, value in zip(spec.leaves, values, strict=True)]
     sizes_at = round_up(_HEADER_BYTES + len(spec.text), _WORD_BYTES)
@@ -83,7 +83,8 @@ def record_parts(spec: Spec, values: list[Any], key: bytes = b"") -> tuple[list[
         parts += [bytes(start - end), payload]
         end = start + len(payload)
     parts[0] = _SIZES.pack(len(spec.text), len(payloads), end)
-    return [_BEGIN.pack(_MAGIC, FORMAT_VERSION, 0, _checksum(key, parts)), *parts], end
+    checksum = 0 if key is None else _checksum(key, parts)
+    return [_BEGIN.pack(_MAGIC, FORMAT_VERSION, 0, checksum), *parts], end
 
 
 def _checksum(key: bytes, parts: Sequence[Any]) -> int:

@@ -31,13 +31,16 @@ class Store(Protocol):
 
     Attributes:
         lasts: Whether it outlives this system: its records were on a disk, so whoever reads one checks it.
-        max_bytes: The most that it takes; None: what the disk has.
         full_reason: Why it does not keep what it has no room for.
     """
 
     lasts: bool
-    max_bytes: int | None
     full_reason: str
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The most that it takes; None: what the disk has."""
+        ...
 
     @property
     def nbytes(self) -> int:

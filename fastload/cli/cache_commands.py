@@ -304,8 +304,8 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.ram.file_store import live_stores
     from fastload.cache.ram.shared import live_caches
+    from fastload.cache.ram.store import live_stores
 
     stores, live = live_stores(), live_caches()
     rows = [
@@ -374,14 +374,14 @@ def rm(
 
 
 def _store_named(name: str) -> dict[str, Any] | None:
-    from fastload.cache.ram.file_store import NAME_PREFIX, live_stores
+    from fastload.cache.ram.store import NAME_PREFIX, live_stores
 
     stores = live_stores() if name.startswith(NAME_PREFIX) else []
     return next((store for store in stores if store["name"] == name), None)
 
 
 def _forget(store: dict[str, Any], *, yes: bool) -> Answer:
-    from fastload.cache.ram.file_store import retire_store
+    from fastload.cache.ram.store import retire_store
 
     named = f"{store['num_files']:,} decoded files from memory"
     _confirm(named, store["nbytes"], yes=yes)
@@ -424,7 +424,7 @@ def hold(
     Without it, they are freed when the last process that reads them ends. It decodes nothing itself, and
     holds what all your processes of this machine and container store, within their limits.
     """
-    from fastload.cache.ram.file_store import hold_store
+    from fastload.cache.ram.store import hold_store
 
     def log_start(num_files: int, nbytes: int) -> None:
         end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C"

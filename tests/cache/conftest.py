@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.ram import file_store, file_table, registry
+from fastload.cache.ram import registry, store, table
 from tests.augmentation.test_encoded import noise
 from tests.cache.zoo import Images
 from tests.kit.jobs import Job
@@ -26,10 +26,10 @@ def registry_folder(tmp_path: Any, monkeypatch: Any) -> Any:
 @pytest.fixture
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of 128 KB, levels that fill up soon, and processes that look for tables at each access."""
-    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 << 10)
-    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
+    monkeypatch.setattr(store, "_MIN_TABLE_BYTES", 128 << 10)
+    monkeypatch.setattr(table, "_FIRST_LEVEL", 64)
     for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
-        monkeypatch.setattr(file_store, name, 0.0)
+        monkeypatch.setattr(store, name, 0.0)
 
 
 @pytest.fixture

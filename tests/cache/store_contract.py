@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from fastload.cache.records import decode, encode, is_intact
 from tests.kit.jobs import Job
@@ -141,6 +147,7 @@ class Model(RuleBasedStateMachine):
             there = {*right(self.store, self.pending.pop(who) - self.stored, self.size)}
             self.stored |= there - self.pending[0]
 
+    @precondition(lambda self: self.contract.reopens)
     @rule()
     def close(self) -> None:
         """It is opened again by the next access."""
@@ -163,9 +170,11 @@ class StoreContract(ABC):
 
     Attributes:
         key_bytes: The length of its keys.
+        reopens: Whether a store that was closed is opened by the next access.
     """
 
     key_bytes = 16
+    reopens = True
 
     @abstractmethod
     def make(self, folder: Any) -> Any:

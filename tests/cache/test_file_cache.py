@@ -9,8 +9,8 @@ import pytest
 
 from fastload.cache import file_cache
 from fastload.cache.file_cache import FileCache
-from fastload.cache.ram.file_store import SharedFileStore
-from tests.cache.test_file_store import MB, put
+from fastload.cache.ram.store import SharedStore
+from tests.cache.test_ram_store import MB, put
 
 pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
 def test_the_last_cache_of_a_process_lets_others_have_its_tables(ending: str) -> None:
     """Not the first of two, and not a fork's copies."""
     store = file_cache.store_of_process(MB)
-    assert isinstance(store, SharedFileStore)
+    assert isinstance(store, SharedStore)
     caches = [FileCache(store), FileCache(store)]
     caches[0].poll()
     put(store, range(20))
@@ -31,9 +31,9 @@ def test_the_last_cache_of_a_process_lets_others_have_its_tables(ending: str) ->
         gc.collect()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert store._began_s is not None
+    assert len(store._uses) == 1
     if ending == "close":
         caches[0].close()
     caches.clear()
     gc.collect()
-    assert store._began_s is None
+    assert not list(store._uses)

@@ -17,8 +17,8 @@ import pytest
 
 from fastload.cache.ram import arena
 from fastload.cache.ram.arena import CURSOR_AT, TABLE_AT
-from fastload.cache.ram.file_table import FileTable, encode
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.ram.table import Table
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages
 
@@ -146,11 +146,9 @@ def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: Any, steps: list[
 
 def test_a_file_is_complete_wherever_its_entry_leads_to_it(steps: list[Step]) -> None:
     """On ARM, by the fence before the entry and by addresses that are computed from it."""
-    table = FileTable.create(1 << 20, "a name", 0)
-    record = encode(bytes(16), np.arange(999), None)
-    assert record is not None
+    table = Table.create(1 << 20, "a name", 0)
     steps.clear()
-    assert table.put(record)
+    assert table.put(bytes(16), [np.arange(999)], 999 * 8)
 
     taken = next(place for place, step in enumerate(steps) if step == store("entry"))
     written = [step for step in steps[:taken] if step.place.startswith("sample")]

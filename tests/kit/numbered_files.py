@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.decoded_files import DecodedFiles
+from fastload.cache.ram.store import SharedStore
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -23,20 +26,26 @@ def array_of(number: int, nbytes: int = 8 * KB) -> Any:
     return np.random.RandomState(number % 2**32).randint(0, 256, nbytes + number % 7, np.uint8)
 
 
+def files_in(store: Any) -> Any:
+    """The decoded files in a store."""
+    return DecodedFiles(store) if isinstance(store, SharedStore) else store
+
+
 def put(store: Any, numbers: Iterable[int]) -> list[int]:
     """Store what is not there, as readers do; the files that are there then."""
+    files = files_in(store)
     return [
         number
         for number in numbers
-        if store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number), number)
+        if files.get(key_of(number)) is not None or files.put(key_of(number), array_of(number), number)
     ]
 
 
 def right(store: Any, numbers: Iterable[int]) -> list[int]:
     """The files that are there, each of which is right."""
-    there = []
+    there, files = [], files_in(store)
     for number in numbers:
-        stored = store.get(key_of(number))
+        stored = files.get(key_of(number))
         if stored is not None:
             assert stored.note == number
             assert np.array_equal(stored.array, array_of(number))

@@ -16,13 +16,14 @@ from PIL import Image
 
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.file_cache import FileCache
-from fastload.cache.ram import file_store, file_table
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.ram import store as ram_store
+from fastload.cache.ram import table as ram_table
+from fastload.cache.ram.store import SharedStore
 from fastload.readers import identity
 from fastload.readers.decode_cache import VERIFY_VARIABLE
 from fastload.system.cache_counts import cache_counts
-from tests.cache.test_file_store import KB, MB
-from tests.cache.test_file_store_model import die_at
+from tests.cache.test_ram_store import KB, MB
+from tests.cache.test_ram_store_model import die_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,11 +118,11 @@ def test_every_value_is_that_of_a_fresh_decode(
     monkeypatch.setattr(identity, "SETTLED_S", 0.05)
     monkeypatch.setattr(identity, "_file_systems", {})
     monkeypatch.setenv(VERIFY_VARIABLE, str(seed % 2))
-    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
-    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
-    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    monkeypatch.setattr(ram_store, "_MIN_TABLE_BYTES", 128 * KB)
+    monkeypatch.setattr(ram_table, "_FIRST_LEVEL", 64)
+    monkeypatch.setattr(ram_store, "_IDLE_S", -1.0)
     for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
-        monkeypatch.setattr(file_store, name, 0.0)
+        monkeypatch.setattr(ram_store, name, 0.0)
     rng = random.Random(seed)
     limit = rng.choice([60 * KB, 300 * KB, MB])
     paths = [tmp_path / f"{number}{[*READ][number % 3]}" for number in range(NUM_FILES)]
@@ -130,7 +131,7 @@ def test_every_value_is_that_of_a_fresh_decode(
         write(path, number, 0)
 
     def open_cache() -> FileCache:
-        return FileCache(DiskFileStore(str(tmp_path / "store")) if seed >= 6 else SharedFileStore(limit))
+        return FileCache(DiskFileStore(str(tmp_path / "store")) if seed >= 6 else SharedStore(limit))
 
     cache = open_cache()
     out, pipe = os.pipe()
@@ -171,5 +172,5 @@ def test_every_value_is_that_of_a_fresh_decode(
             assert read(cache, path, number, changes) == ""
         cache.poll()
     assert (limit < MB and seed < 6) or cache_counts.hits > hits
-    assert seed >= 6 or cache.store.nbytes <= max(limit, file_table.MIN_TABLE_BYTES)
+    assert seed >= 6 or cache.store.nbytes <= max(limit, ram_table.MIN_TABLE_BYTES)
     cache.close()

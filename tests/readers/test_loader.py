@@ -23,7 +23,7 @@ from PIL import Image
 
 import fastload
 from fastload.cache.file_cache import store_of_process
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.ram.store import SharedStore
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
@@ -230,7 +230,7 @@ def test_workers_learn_together_which_resizes_repeat(
             num_decoded.append((loader.stats().cache_misses or 0) - sum(num_decoded))
         store = store_of_process("auto")
         assert (num_decoded[0], num_decoded[2], store.num_files) == (200, 0, 200)
-        assert store.nbytes < 200 * 1024  # the results, and not the images of 10 kB
+        assert store.nbytes < 300 * 1024  # the results, and not the images of 10 kB
 
 
 @pytest.mark.slow
@@ -349,13 +349,13 @@ def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: 
     """With FASTLOAD_VERIFY=1, a value that is not what the decoder returns now stops the epoch."""
     loader = fastload.DataLoader(Archive(folder), cache="ram")
     list(loader)
-    real = SharedFileStore.get
+    real = SharedStore.get
 
     def wrong(self: Any, key: bytes) -> Any:
         stored = real(self, key)
         return stored and stored._replace(array=stored.array + 1)
 
-    monkeypatch.setattr(SharedFileStore, "get", wrong)
+    monkeypatch.setattr(SharedStore, "get", wrong)
     with pytest.raises(DecodeMismatchError, match=r"volume\.npz"):
         list(loader)
     loader.close()

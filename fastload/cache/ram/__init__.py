@@ -2,5 +2,5 @@
 
 Read in this order: `arena` (a segment, and the space in it), `registry` (how processes find it). Two caches
 build on them. Samples by index: `layout` (where samples lie in a segment), `shared` (the cache). Decoded
-files by key: `file_table` (files in a segment), `file_store` (all tables of a user).
+files by key: `table` (records in a segment), `store` (all tables of a user).
 """

@@ -23,7 +23,9 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import os
 import struct
 import weakref
@@ -43,7 +45,7 @@ from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -237,60 +239,30 @@ class Arena:
             on_stop(self._growth.free_bytes)
         return False
 
-    def claim(
-        self,
-        advance: Callable[[Cursor], Cursor | None],
-        on_short: Callable[[], object],
-        reserve: Callable[[Cursor], bool] = lambda _: True,
-    ) -> Cursor | None:
-        """Claim space for this caller alone.
-
-        Args:
-            advance: Takes the cursor, and returns the cursor after the claim; None to claim nothing.
-            on_short: Called at the first claim of all processes that exceeds the limits.
-            reserve: Takes the cursor, under the lock and before an allowed claim counts; False denies it.
-
-        Returns:
-            The cursor before the claim; None if nothing was claimed.
-        """
-        cursor = self.cursor
-        if cursor.is_short and not self._allows(advance(cursor)):
-            return None  # usually `max_memory` is too small, and a warning has said so
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Cursor | None]:
+        """The cursor, which only `move` by this caller changes meanwhile; None: others hold the lock."""
         with flocked(self.segment.reopen, wait_s=self._lock_wait_s, failed=_lock_denied) as has_lock:
             self._lock_wait_s = _LOCK_WAIT_S if has_lock else 0.0  # its holder may have been stopped
-            if not has_lock:
-                return None
-            cursor = self._locked_cursor()
-            after = advance(cursor)
-            if after is None:
-                return None
-            is_allowed = self._allows(after) and reserve(cursor)
-            self._set(after if is_allowed else cursor._replace(is_short=1))
-        if not is_allowed and not cursor.is_short:
-            on_short()
-        return cursor if is_allowed else None
+            yield (
+                Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
+                if has_lock
+                else None
+            )
 
-    def _allows(self, cursor: Cursor | None) -> bool:
-        limits = self._limits
-        return (
-            cursor is not None
-            and cursor.used_bytes <= limits.used_bytes
-            and cursor.rows <= limits.rows
-            and cursor.ragged_bytes <= limits.ragged_bytes
-        )
+    def move(self, cursor: Cursor) -> None:
+        """Claim the space before a cursor; only under the lock."""
+        self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
+
+    def allows(self, cursor: Cursor) -> bool:
+        """Whether a cursor is within the limits."""
+        return all(map(operator.le, cursor[:3], self._limits))
 
     def expect_short(self) -> None:
         """Let no process warn that the space is short."""
-        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
-            if has_lock:
-                self._set(self._locked_cursor()._replace(is_short=1))
-
-    def _locked_cursor(self) -> Cursor:
-        return Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
-
-    def _set(self, cursor: Cursor) -> None:
-        """Write the cursor; the caller holds its lock."""
-        self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
+        with self.locked() as cursor:
+            if cursor is not None:
+                self.move(cursor._replace(is_short=1))
 
     def write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another; joining them would take as much memory again.

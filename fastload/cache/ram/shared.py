@@ -275,9 +275,7 @@ class SharedMemoryCache(SampleCache):
     def _claim(self, arena: Arena, index: int, space: Cursor) -> Cursor | None:
         """The cursor before this claim of space for a sample; None if there is none, or it is stored now."""
 
-        def advance(cursor: Cursor) -> Cursor | None:
-            if arena.entries[index]:
-                return None
+        def after(cursor: Cursor) -> Cursor:
             nbytes = space.used_bytes
             if space.ragged_bytes:
                 nbytes = self._plan.ragged_cost(nbytes, is_first=not cursor.ragged_bytes)
@@ -288,7 +286,16 @@ class SharedMemoryCache(SampleCache):
                 cursor.is_short,
             )
 
-        return arena.claim(advance, lambda: log_short(self.max_bytes, self.num_cached, self.num_samples))
+        if arena.cursor.is_short and not arena.allows(after(arena.cursor)):
+            return None  # usually `max_memory` is too small, and a warning has said so
+        with arena.locked() as cursor:
+            if cursor is None or arena.entries[index]:
+                return None
+            is_allowed = arena.allows(after(cursor))
+            arena.move(after(cursor) if is_allowed else cursor._replace(is_short=1))
+        if not is_allowed and not cursor.is_short:
+            log_short(self.max_bytes, self.num_cached, self.num_samples)
+        return cursor if is_allowed else None
 
     def _warn_stopped(self, free_bytes: int) -> None:
         log.warning(

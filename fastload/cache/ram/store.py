@@ -1,18 +1,18 @@
-"""SharedFileStore: the decoded files of this user on this machine, whichever dataset or job reads them.
+"""SharedStore: what this user's processes on this machine decode of files, whichever dataset reads them.
 
-The store consists of tables, each in a segment of its own (see `file_table`), which processes find through
-the `registry`. Rules:
+The store consists of tables, each in a segment of its own (see `table`), which processes find through the
+`registry`. Rules:
 
 1. A process reads all tables, and appends to the oldest one that has room. It holds what it found, and the
    memory of a table goes with the last process that holds it, never under a reader.
 2. The process that opens the store makes tables up to its limit; unwritten ones take no memory. Workers make
    none, because they end too early. One that finds no room says so in the newest table, and how much it
-   needs: a value that is larger than a table gets one of its own.
+   needs: a record that is larger than a table gets one of its own.
 3. The tables that a process sees stay together within its own limit, so the largest limit of all processes
    holds, and each one watches the free memory of the machine while it fills a table.
-4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that nobody hit for five
-   minutes, and that no live loader of the process that needs the room has used. Each process lets go of it
-   soon.
+4. Nothing is evicted singly. When there is no room, a table goes as a whole: one in which nobody has found
+   anything for five minutes, and that no live loader has used in its last epoch, or in this one. So the files
+   of a training outlive its validation, and those that changed do not. Each process lets go of it soon.
 5. Processes that could see other files under the same names have stores of their own: other users, machines,
    PID and mount namespaces, and root directories.
 """
@@ -24,40 +24,34 @@ import hashlib
 import logging
 import math
 import os
-import sys
 import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import reserve_bytes
-from fastload.cache.ram.file_table import (
-    FileTable,
-    Record,
-    encode,
-    home_and_tag,
-    table_bytes_for,
-)
+from fastload.cache.ram.table import Table, home_and_tag, table_bytes_for
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
-from fastload.system.budget import available_bytes, limit_bytes, parse_memory, unused_bytes
-from fastload.system.humanize import readable_size
+from fastload.readers.decode_cache import FULL
+from fastload.system.budget import available_bytes, limit_bytes, parse_memory
 from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
 
     from fastload.memory.segment import Segment
-    from fastload.readers.decode_cache import Stored
 
-_FORMAT = 2  # of tables and records
+_FORMAT = 3  # of tables and records
 NAME_PREFIX = "files-"
 _NUM_TABLES = 8  # that share the limit
-_MIN_TABLE_BYTES = 64 << 20
+_MIN_TABLE_BYTES = 4 << 20
 _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is left
 _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
@@ -74,12 +68,25 @@ def store_name() -> str:
         root, mounts = os.stat("/"), os.readlink("/proc/self/ns/mnt")
     except OSError:
         return ""
-    parts = _FORMAT, sys.implementation.cache_tag, mounts, root.st_dev, root.st_ino
+    parts = _FORMAT, mounts, root.st_dev, root.st_ino
     return NAME_PREFIX + hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
-class SharedFileStore:
-    """The store in shared memory, as a loader and its workers use it.
+class Use:
+    """What a loader of this process needs: the tables of its last epoch, and of this one, by their inodes."""
+
+    def __init__(self) -> None:
+        self.inodes: set[int] = set()
+        self.last_inodes: set[int] = set()
+        self.began_s = math.inf  # when the epoch that is read now has begun
+
+    def end_epoch(self) -> None:
+        """Need no longer what the epoch that has ended has not used."""
+        self.last_inodes, self.inodes, self.began_s = self.inodes, set(), math.inf
+
+
+class SharedStore:
+    """The `Store` in shared memory by file, as a loader and its workers use it.
 
     Pickled for a child process, it is a handle of the same tables; pickled otherwise, it is the store of the
     machine where it is unpickled.
@@ -89,15 +96,19 @@ class SharedFileStore:
 
     Attributes:
         max_bytes: The limit. What processes with a larger limit stored can exceed it.
+        reason: Whether it was found or made, and by whom.
 
     Raises:
         SharedMemoryError: The memory, or a lock, is not available.
         ValueError: `parse_memory` does not accept `max_memory`.
     """
 
+    lasts = False
+    full_reason = FULL
+
     def __init__(self, max_memory: str | float = "auto") -> None:
         self._prepare(max_memory, store_name())
-        self._own()
+        self._owner_pid = os.getpid()
         with registry.creating():
             self._look(time.monotonic())
             # What the store holds is not free, but it is the store's.
@@ -105,14 +116,21 @@ class SharedFileStore:
             self.max_bytes = limit_bytes(max_memory, free_bytes)
             self._reserved_bytes = reserve_bytes(max_memory)
             self._table_bytes = max(self.max_bytes // _NUM_TABLES, min(_MIN_TABLE_BYTES, self.max_bytes))
+            if not self._name or registry.changed_ns() is None:
+                self.reason = "private to this process and its workers, because others could not find it"
+            elif self._tables:
+                self.reason = f"found, made by process {self._tables[0].pid}"
+            else:
+                self.reason = "made now, because no running process had one"
             self._make_tables()
 
     def _prepare(self, max_memory: str | float, name: str) -> None:
-        self._max_memory, self._name = max_memory, name
+        self._max_memory, self._name, self.reason = max_memory, name, ""
         self.max_bytes = self._reserved_bytes = self._table_bytes = 0
         self._owner_pid = 0  # the process that makes tables
-        self._began_s: float | None = None  # when the first of its live loaders began to read
-        self._tables: tuple[FileTable, ...] = ()  # the oldest first
+        self._uses: weakref.WeakSet[Use] = weakref.WeakSet()  # of live loaders
+        self._use: Callable[[], Use | None] = lambda: None  # of the loader that reads now
+        self._tables: tuple[Table, ...] = ()  # the oldest first
         self._changed_ns: int | None = None  # of the registry, when it was looked at
         self._looked_s = self._look_at_s = self._grow_at_s = 0.0
         self._is_closed = False
@@ -126,120 +144,113 @@ class SharedFileStore:
         limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._owner_pid
         return _unpickle, (segments, self._max_memory, self._name, limits)
 
-    # --- properties --------------------------------------------------------------------------------------
-
-    @property
-    def num_files(self) -> int:
-        """How many files are stored now."""
-        return sum(table.num_files for table in self._tables)
+    # --- as every store ----------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Memory in use now, by all processes together."""
         return sum(table.arena.nbytes for table in self._tables)
 
-    def explain(self) -> str:
-        """What the store holds, and for whom."""
-        pids = sorted({entry.pid for entry in registry.entries(self._name)})
-        holders = f", held by process {', '.join(map(str, pids))}" if pids else ""
-        more = ", which a process with a larger limit stored" if self.nbytes > self.max_bytes else ""
-        return (
-            f"shared memory, {self.num_files:,} files in {readable_size(self.nbytes)}{more}; the limit is "
-            f"{readable_size(self.max_bytes)}{holders}"
-        )
+    @property
+    def num_files(self) -> int:
+        """How many records are stored now."""
+        return sum(table.num_records for table in self._tables)
 
-    # --- reading and writing -----------------------------------------------------------------------------
-
-    def get(self, key: bytes) -> Stored | None:
-        """What is stored under a key of 16 bytes, if anything; its array is a view of the shared memory."""
+    def get(self, key: bytes) -> memoryview | None:
+        """The record under a key of 16 bytes, if there is one: read-only shared memory."""
         now_s = time.monotonic()
         if now_s >= self._look_at_s:
             self._look(now_s)
         home, tag = home_and_tag(key)
         for table in self._tables:
-            stored = table.get(key, home, tag)
-            if stored is not None:
-                return stored
+            record = table.get(key, home, tag)
+            if record is not None:
+                return record
         return None
 
-    def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
-        """Store an array and a note of plain values; False if there is no room, or they are not plain."""
-        record = encode(key, array, note)
-        if record is None or table_bytes_for(record.nbytes) > self.max_bytes:
+    def put(self, key: bytes, parts: Sequence[Any]) -> bool:
+        """Store a record; False if there is no room. Other processes find it at once."""
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        if table_bytes_for(nbytes) > self.max_bytes:
             return False
-        if self._append(record):
+        if self._append(key, parts, nbytes):
             return True
         if self.is_owner:
             self.poll()
         else:
             self._look(time.monotonic(), _LOOK_WHEN_FULL_EVERY_S)
-        if self._append(record):
+        if self._append(key, parts, nbytes):
             return True
-        if not any(table.has_room(record.nbytes) and not table.lacks_memory for table in self._tables):
-            self._refused = record.nbytes, time.monotonic()
+        if not any(table.has_room(nbytes) and not table.lacks_memory for table in self._tables):
+            self._refused = nbytes, time.monotonic()
         return False
 
+    def _append(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
+        tables = self._tables
+        for table in tables:
+            if table.has_room(nbytes) and table.put(key, parts, nbytes):
+                return True
+        if tables and not tables[-1].has_room(nbytes):
+            tables[-1].ask_for_more(nbytes)
+        return False
+
+    def flush(self) -> None:
+        """Others find what was put at once."""
+
+    def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Which keys are stored, `(n,) bool`, of keys `(n, 16) uint8`."""
+        return np.array([self.get(key.tobytes()) is not None for key in keys], bool)
+
     def has_room(self, nbytes: int) -> bool:
-        """Whether it is worth preparing an array of this size: nothing as small was refused a moment ago."""
+        """Whether it is worth preparing a record of this size: nothing as small was refused a moment ago."""
         refused_bytes, refused_s = self._refused
         is_worth_it = nbytes < refused_bytes or time.monotonic() > refused_s + _REFUSE_S
         return is_worth_it and not self._is_closed
-
-    def _append(self, record: Record) -> bool:
-        tables = self._tables
-        for table in tables:
-            if table.has_room(record.nbytes) and table.put(record):
-                return True
-        if tables and not tables[-1].has_room(record.nbytes):
-            tables[-1].ask_for_more(record.nbytes)
-        return False
 
     @property
     def is_short(self) -> bool:
         """Whether something had no room."""
         return bool(self._tables) and self._tables[-1].is_short
 
-    def forget(self) -> None:
-        """Note that this process has no loader now; what only it has used can go, after a while."""
-        self._began_s = None
-
     def close(self) -> None:
-        """Let go of all tables; all later reads are misses. Arrays that were handed out stay valid."""
+        """Let go of all tables; all later reads are misses. Records that were handed out stay valid."""
         with self._lock():
-            self._is_closed, self._tables, self._look_at_s = True, (), float("inf")
+            self._is_closed, self._tables, self._look_at_s = True, (), math.inf
 
     # --- tables ------------------------------------------------------------------------------------------
 
-    def poll(self, *, is_in_use: bool = True) -> None:
+    def poll(self, use: Use | None = None) -> None:
         """Look for other processes' tables, and make one if there is no room; call it once a batch.
 
         The process that calls it owns a loader. Most calls take a microsecond.
 
         Args:
-            is_in_use: Whether files are read meanwhile. If not, tables are only made if there is none.
+            use: Of the loader; None: nothing is read meanwhile, and tables are made only for who asks.
         """
         if self._is_closed:
             return
         now_s = time.monotonic()
         if not self.is_owner:  # a fork that goes on by itself
-            self._own()
+            self._owner_pid, self._uses = os.getpid(), weakref.WeakSet()
             for table in self._tables:
                 self._register(table)
-        if is_in_use and self._began_s is None:
-            self._began_s = now_s
+        if use is not None:
+            self._use = weakref.ref(use)
+            use.began_s = min(use.began_s, now_s)
+            if use not in self._uses:  # it is given the time to use what it finds
+                self._uses.add(use)
+                for table in self._tables:
+                    table.keep(now_s)
         if now_s >= self._look_at_s:
             self._look(now_s)
         tables = self._tables
-        if (not tables or (is_in_use and tables[-1].is_short)) and now_s >= self._grow_at_s:
+        if (not tables or tables[-1].is_short) and now_s >= self._grow_at_s:
             self._grow(now_s)
 
     @property
     def is_owner(self) -> bool:
         """Whether this process makes tables."""
         return self._owner_pid == os.getpid()
-
-    def _own(self) -> None:
-        self._owner_pid, self._began_s = os.getpid(), None
 
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
@@ -255,14 +266,25 @@ class SharedFileStore:
             if changed_ns is not None and changed_ns != self._changed_ns:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
                 self._changed_ns = changed_ns if is_old else 0
+                if self.is_owner:
+                    for table in tables:  # a cleaner may have removed the entry
+                        registry.register(self._name, table.arena.segment.fd)
                 tables += self._attach(tables)
+            use, needed = (
+                self._use(),
+                {inode for each in self._uses for inode in each.inodes | each.last_inodes},
+            )
             for table in tables:
-                table.touch(now_s, self._owner_pid, self._began_s if self.is_owner else None)
+                table.touch(now_s)
+                if use is not None and table.hit_s >= use.began_s:
+                    use.inodes.add(table.inode)
+                if table.inode in needed:
+                    table.keep(now_s)
             self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
         finally:
             self._lock().release()
 
-    def _attach(self, tables: list[FileTable]) -> Iterator[FileTable]:
+    def _attach(self, tables: list[Table]) -> Iterator[Table]:
         """The tables of the registry that are not among these."""
         inodes = {table.inode for table in tables}
         for entry in registry.entries(self._name):
@@ -273,7 +295,7 @@ class SharedFileStore:
             except (OSError, SharedMemoryError):
                 continue  # it was closed just now, or its process cannot be reached
             try:
-                table = FileTable(memory, memory.map(writable=False, sparing=True))
+                table = Table(memory, memory.map(writable=False, sparing=True))
             except CacheMismatchError:
                 continue
             except SharedMemoryError as error:
@@ -287,36 +309,33 @@ class SharedFileStore:
                     self._register(table)
                 yield table
 
-    def _register(self, table: FileTable) -> None:
+    def _register(self, table: Table) -> None:
         entry = registry.register(self._name, table.arena.segment.fd) if self._name else None
         if entry is not None:
             weakref.finalize(table, registry.unregister, entry)
 
-    def _make_tables(self, needed_bytes: int = 0) -> bool:
-        """Make tables up to the limit, the first one as large as needed; returns whether any was made."""
-        room_bytes, tables = self._room_bytes, list(self._tables)
-        next_bytes = max(self._table_bytes, needed_bytes)
+    def _make_tables(self, needed_bytes: int = 0) -> None:
+        """Make tables up to the limit, the first one as large as needed."""
+        room_bytes, next_bytes = self._room_bytes, max(self._table_bytes, needed_bytes)
         try:
             while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
                 wanted_bytes, next_bytes = min(room_bytes, next_bytes), self._table_bytes
-                table = FileTable.create(wanted_bytes, self._name, self._reserved_bytes)
+                table = Table.create(wanted_bytes, self._name, self._reserved_bytes)
                 self._register(table)
-                tables.append(table)
+                self._tables += (table,)
                 # One that the system has made smaller is the last one.
                 room_bytes -= table.max_bytes if table.max_bytes == wanted_bytes else room_bytes
         except SharedMemoryError as error:
-            if not tables:
+            if not self._tables:
                 raise
             log.info("cache: no further table of decoded files: %s", str(error))
-        has_more, self._tables = len(tables) > len(self._tables), tuple(tables)
-        return has_more
 
     @property
     def _room_bytes(self) -> int:
         return self.max_bytes - sum(table.max_bytes for table in self._tables)
 
     def _grow(self, now_s: float) -> None:
-        """Make a table unless another process just did; if the limit is reached, in place of another one."""
+        """Make a table unless another process just did; if the limit is reached, in place of others."""
         if not self._lock().acquire(blocking=False):
             return
         self._grow_at_s = now_s + _GROW_WAIT_S
@@ -326,63 +345,48 @@ class SharedFileStore:
                 # Without a registry, workers would not find a table that is made now.
                 if not is_alone or (self._tables and not self._tables[-1].is_short):
                     return
-                needed_bytes = self._needed_bytes()
+                wanted_bytes = self._tables[-1].wanted_bytes if self._tables else 0
+                least_bytes = int(self._table_bytes * _MIN_TABLE_SHARE)
+                needed_bytes = max(least_bytes, table_bytes_for(wanted_bytes) if wanted_bytes else 0)
                 if (going := self._to_retire(now_s, needed_bytes)) is None:
                     return
                 for table in going:
                     table.retire()
                 self._tables = tuple(table for table in self._tables if table not in going)
-                if self._make_tables(needed_bytes):
-                    self._grow_at_s = 0.0
+                self._make_tables(needed_bytes)
+                self._grow_at_s = 0.0
         except SharedMemoryError as error:
             log.info("cache: no further table of decoded files: %s", str(error))
         finally:
             self._lock().release()
 
-    def _needed_bytes(self) -> int:
-        """How large a new table should at least be."""
-        least_bytes = int(self._table_bytes * _MIN_TABLE_SHARE)
-        wanted_bytes = self._tables[-1].wanted_bytes if self._tables else 0
-        return max(least_bytes, table_bytes_for(wanted_bytes) if wanted_bytes else 0)
-
-    def _to_retire(self, now_s: float, needed_bytes: int) -> list[FileTable] | None:
-        """The tables that go, enough for a new one; None if too few can."""
-        going: list[FileTable] = []
+    def _to_retire(self, now_s: float, needed_bytes: int) -> list[Table] | None:
+        """The tables that go, those used the longest ago, so that a table has room; None if too few can."""
+        going: list[Table] = []
         room_bytes = self._room_bytes
-        is_tight = bool(self._tables) and unused_bytes() < self._reserved_bytes
-        for table in self._candidates(now_s, has_large=needed_bytes > self._table_bytes):
-            if room_bytes >= needed_bytes and (going or not is_tight):
-                break
-            going.append(table)
-            room_bytes += table.max_bytes
-        return going if room_bytes >= needed_bytes and (going or not is_tight) else None
-
-    def _candidates(self, now_s: float, *, has_large: bool) -> Iterator[FileTable]:
-        """The tables that can go, the first one first."""
-        tables = sorted(self._tables, key=lambda table: table.used_s)
-        empty = [table for table in tables if has_large and not table.arena.cursor.rows]
-        yield from empty
-        began_s = now_s if self._began_s is None else self._began_s
-        for table in tables:
-            if table not in empty and now_s - max(table.used_s, began_s) > _IDLE_S:
-                yield table
+        for table in sorted(self._tables, key=lambda table: (table.arena.cursor.rows > 0, table.used_s)):
+            is_spare = needed_bytes > self._table_bytes and not table.arena.cursor.rows
+            if room_bytes < needed_bytes and (is_spare or now_s - table.used_s > _IDLE_S):
+                going.append(table)
+                room_bytes += table.max_bytes
+        return going if room_bytes >= needed_bytes else None
 
 
 def _unpickle(
     segments: list[Segment], max_memory: str | float, name: str, limits: tuple[int, int, int, int]
-) -> SharedFileStore:
+) -> SharedStore:
     """The store in a worker process; closed if its limit is 0, because the system has no shared memory."""
-    store = SharedFileStore.__new__(SharedFileStore)
+    store = SharedStore.__new__(SharedStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._owner_pid = limits
-    tables = (FileTable(each) for each in segments if each.fd >= 0)
+    tables = (Table(each) for each in segments if each.fd >= 0)
     store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
     if not store.max_bytes:
         store.close()
     return store
 
 
-def open_store(max_memory: str | float = "auto") -> SharedFileStore:
+def open_store(max_memory: str | float = "auto") -> SharedStore:
     """The store of this user, machine and container; without shared memory, a store that holds nothing.
 
     Raises:
@@ -391,7 +395,7 @@ def open_store(max_memory: str | float = "auto") -> SharedFileStore:
     reason = segment.why_unsupported()
     if reason is None:
         try:
-            return SharedFileStore(max_memory)
+            return SharedStore(max_memory)
         except SharedMemoryError as error:
             reason = str(error)
     parse_memory(max_memory)
@@ -416,7 +420,7 @@ def live_stores() -> list[dict[str, Any]]:
         stores[name] = {
             "name": name,
             "is_own": name == store_name(),
-            "num_files": sum(table.num_files for table in tables.values()),
+            "num_files": sum(table.num_records for table in tables.values()),
             "num_tables": len(tables),
             "nbytes": sum(table.arena.nbytes for table in tables.values()),
             "owners": sorted({entry.pid for entry in registry.entries(name)}),
@@ -447,7 +451,7 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
     """
     if segment.why_unsupported() is not None or registry.changed_ns() is None:
         raise SharedMemoryError("processes share no memory here that others could find later")
-    store = SharedFileStore(_MIN_TABLE_BYTES)
+    store = SharedStore(_MIN_TABLE_BYTES)
     started_s = time.monotonic()
     end_s = math.inf if limit_s is None else started_s + limit_s
     with contextlib.closing(store):
@@ -455,18 +459,18 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
             log_start(store.num_files, store.nbytes)
             while (left_s := end_s - time.monotonic()) > 0:
                 time.sleep(min(_HOLD_EVERY_S, left_s))
-                store.poll(is_in_use=False)
+                store.poll()
         held_s = round(time.monotonic() - started_s, 1)
         return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}
 
 
-def _live_tables() -> dict[str, dict[int, FileTable]]:
+def _live_tables() -> dict[str, dict[int, Table]]:
     """All tables that can be reached, by the name of their store and by inode."""
-    stores: dict[str, dict[int, FileTable]] = {}
+    stores: dict[str, dict[int, Table]] = {}
     for entry in registry.entries():
         if entry.name.startswith(NAME_PREFIX):
             try:
-                table = FileTable(entry.attach())
+                table = Table(entry.attach())
             except (OSError, SharedMemoryError, CacheMismatchError):
                 continue
             if not table.is_retired:

@@ -14,14 +14,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.ram import file_store, file_table, registry
+from fastload.cache.ram import registry
+from fastload.cache.ram import store as ram_store
+from fastload.cache.ram import table as ram_table
 from fastload.cache.ram.arena import Arena
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.ram.store import SharedStore
 from fastload.memory.segment import Segment
 from fastload.system.locks import flock_fd
-from tests.cache.test_file_store import KB, MB, put, right
 from tests.cache.test_ram_model import die, killed
+from tests.cache.test_ram_store import MB
 from tests.kit.jobs import Job
+from tests.kit.numbered_files import KB, files_in, key_of, put, right
 
 NUMBERS = st.lists(st.integers(0, 120), min_size=1, max_size=30)
 WHO = st.integers(0, 9)  # a handle, or another process
@@ -30,10 +33,10 @@ STEPS = {
     (Segment, "write"),
     (Segment, "reopen"),
     (Arena, "publish"),
-    (Arena, "_set"),
+    (Arena, "move"),
     (registry, "register"),
     (registry, "unregister"),
-    (file_table, "create_segment"),
+    (ram_table, "create_segment"),
 }
 
 
@@ -61,7 +64,7 @@ def die_at(step: int) -> None:
         setattr(owner, name, watched(getattr(owner, name)))
 
 
-def work(store: SharedFileStore, what: str, numbers: Any) -> Any:
+def work(store: SharedStore, what: str, numbers: Any) -> Any:
     """Store, or read and compare, or make tables, in any process."""
     if what == "poll":
         return store.poll()
@@ -77,16 +80,16 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(limit=st.sampled_from([128 * KB, 300 * KB, MB]), idle_s=st.sampled_from([-1.0, 1e9]))
     def make(self, limit: int, idle_s: float) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
-        self.patch.setattr(file_table, "_FIRST_LEVEL", 16)
-        self.patch.setattr(file_store, "_IDLE_S", idle_s)
+        self.patch.setattr(ram_store, "_MIN_TABLE_BYTES", 128 * KB)
+        self.patch.setattr(ram_table, "_FIRST_LEVEL", 16)
+        self.patch.setattr(ram_store, "_IDLE_S", idle_s)
         for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
-            self.patch.setattr(file_store, name, 0.0)
+            self.patch.setattr(ram_store, name, 0.0)
         self.limit, self.keeps = limit, idle_s > 0
-        self.handles = [SharedFileStore(limit)]
+        self.handles = [SharedStore(limit)]
         self.stored: set[int] = set()
         self.held: list[Any] = []
-        self.job = Job(lambda: (SharedFileStore(limit), None))
+        self.job = Job(lambda: (SharedStore(limit), None))
         self.job.answer()
 
     def ask(self, who: int, what: str, numbers: Any = ()) -> Any:
@@ -111,8 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.held += [(n, array.array, array.array.copy()) for n, array in self.read(0, numbers)]
 
     def read(self, handle: int, numbers: Any) -> Any:
-        store = self.handles[handle]
-        from tests.cache.test_file_store import key_of
+        store = files_in(self.handles[handle])
 
         return [(n, stored) for n in numbers if (stored := store.get(key_of(n))) is not None]
 
@@ -127,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         def run() -> None:
             die_at(step)
-            store = SharedFileStore(self.limit) if opens else self.handles[0]
+            store = SharedStore(self.limit) if opens else self.handles[0]
             store.poll()
             put(store, numbers)
             store.close()
@@ -161,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def open_again(self) -> None:
         """Another handle finds the same files."""
-        self.handles.append(SharedFileStore(self.limit))
+        self.handles.append(SharedStore(self.limit))
 
     @rule(who=WHO)
     def close(self, who: int) -> None:
@@ -172,8 +174,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def retire(self) -> None:
         """All processes forget all files."""
-        for store in file_store.live_stores():
-            file_store.retire_store(store["name"])
+        for store in ram_store.live_stores():
+            ram_store.retire_store(store["name"])
         self.stored.clear()
 
     @rule()
@@ -186,7 +188,7 @@ class StoreMachine(RuleBasedStateMachine):
     def the_limit_holds(self) -> None:
         """In each process."""
         for store in getattr(self, "handles", ()):
-            store.poll(is_in_use=False)
+            store.poll()
             assert store.nbytes <= self.limit
 
     def teardown(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 
 from fastload.cache.file_cache import FileCache
-from fastload.cache.ram import arena, file_store, file_table, registry
-from fastload.cache.ram.file_store import SharedFileStore, open_store
+from fastload.cache.ram import arena, registry
+from fastload.cache.ram import store as ram_store
+from fastload.cache.ram import table as ram_table
+from fastload.cache.ram.store import SharedStore, Use, open_store
+from fastload.cache.records import encode
 from fastload.errors import SharedMemoryError
 from fastload.memory import segment
 from fastload.system import budget
 from fastload.system.locks import flock_fd
 from fastload.system.logs import say_once
 from tests.kit import faults
-from tests.kit.numbered_files import KB, array_of, key_of, put, right
+from tests.kit.numbered_files import KB, array_of, files_in, key_of, put, right
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +37,9 @@ pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
 
 def put_until_full(store: Any) -> list[int]:
     """Store files until some are not taken; those that were."""
+    records = {number: encode((array_of(number), b"%d" % number)) for number in range(300)}
     return [
-        number
-        for number in range(300)
-        if store._append(file_table.encode(key_of(number), array_of(number), number))
+        number for number, record in records.items() if store._append(key_of(number), [record], len(record))
     ]
 
 
@@ -48,79 +51,20 @@ def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/such")
 
 
-def shared() -> SharedFileStore:
-    return SharedFileStore(MB)
+def shared() -> SharedStore:
+    return SharedStore(MB)
 
 
 # --- what comes back --------------------------------------------------------------------------------------
-
-ARRAYS = {
-    "image": array_of(1, 3000)[:3000].reshape(25, 40, 3),
-    "gray": np.arange(12, dtype=np.uint8).reshape(3, 4),
-    "mask": np.array([[True, False], [False, True]]),
-    "big-endian": np.arange(6, dtype=">u2").reshape(2, 3),
-    "half": np.arange(4, dtype=np.float16),
-    "complex": np.arange(4, dtype=np.complex64),
-    "times": np.array(["2020-01-01", "NaT"], "datetime64[ms]"),
-    "text": np.array(["a", "bcd"]),
-    "bytes": np.array([b"a", b"bcd"]),
-    "NaN": np.array([np.nan, -0.0, np.inf]),
-    "number": np.array(7, np.int16),
-    "empty": np.zeros((0, 5, 3), np.uint8),
-    "Fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
-    "reversed": np.arange(24, dtype=np.int32).reshape(4, 6)[::-1, ::2],
-    "BGR": np.arange(24, dtype=np.uint8).reshape(2, 4, 3)[..., ::-1],
-    "broadcast": np.broadcast_to(np.uint8(3), (4, 5)),
-}
-NOTES = [None, ("RGB", {"dpi": (72.0, 72.0), "exif": b"\0\1"}, [True, 2**80, -1.5, "\udcff"]), "\0"]
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("note", NOTES)
-def test_an_array_comes_back_bit_for_bit(name: str, note: Any) -> None:
-    """With its dtype, shape and order in memory, and the note; read-only, and nobody can make it writable."""
-    store, array = shared(), ARRAYS[name]
-    assert store.put(key_of(1), array, note)
-    stored = store.get(key_of(1))
-    assert (stored.array.dtype, stored.array.shape) == (array.dtype, array.shape)
-    assert stored.array.tobytes() == array.tobytes()
-    assert stored.array.flags.fnc == array.flags.fnc
-    assert (stored.note, type(stored.note)) == (note, type(note))
-    assert not stored.array.flags.writeable
-    with pytest.raises(ValueError, match="WRITEABLE"):
-        stored.array.flags.writeable = True
-
-
-class Pixels(np.ndarray):
-    """A subclass."""
-
-
-ODD = {
-    "objects": np.array([None]),
-    "fields": np.zeros(2, [("a", "u1"), ("b", "f4")]),
-    "masked": np.ma.masked_array([1, 2], [True, False]),
-    "subclass": np.zeros(3).view(Pixels),
-}
-ODD_NOTES = [np.int64(3), (1, np.float32(2)), bytearray(b"x"), np.zeros(2), object(), {"a": [np.bool_(True)]}]
-
-
-@pytest.mark.parametrize("odd", [*ODD, *range(len(ODD_NOTES))])
-def test_what_would_not_come_back_as_it_is_is_not_stored(odd: Any) -> None:
-    """Arrays of objects and of fields, subclasses; notes that marshal would change, or refuses."""
-    store = shared()
-    array, note = (ODD[odd], None) if odd in ODD else (np.zeros(3), ODD_NOTES[odd])
-    assert store.put(key_of(1), array, note) is False
-    assert store.get(key_of(1)) is None
-    assert store.num_files == 0
 
 
 def test_a_file_is_stored_once() -> None:
     """What is there already counts as stored, and takes no more memory."""
     store = shared()
-    first = store.put(key_of(1), array_of(1), 1)
+    first = files_in(store).put(key_of(1), array_of(1), 1)
     before = store.nbytes
     assert first
-    assert store.put(key_of(1), array_of(1), 1)
+    assert files_in(store).put(key_of(1), array_of(1), 1)
     assert (store.nbytes, store.num_files) == (before, 1)
 
 
@@ -132,14 +76,13 @@ def test_files_are_stored_up_to_the_limit() -> None:
     assert 80 < len(taken) < 130
     assert right(store, range(300)) == taken
     assert store.num_files == len(taken)
-    assert f"{len(taken)} files" in store.explain()
 
 
 def test_arrays_outlive_the_store() -> None:
     """After close(), reads are misses and nothing is stored; arrays that were handed out have not changed."""
     store = shared()
     assert put(store, range(5)) == list(range(5))
-    arrays = [store.get(key_of(number)).array for number in range(5)]
+    arrays = [files_in(store).get(key_of(number)).array for number in range(5)]
     store.close()
     store.poll()
     assert right(store, range(5)) == put(store, range(5)) == []
@@ -150,13 +93,14 @@ def test_arrays_outlive_the_store() -> None:
 
 def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any) -> None:
     """Through several levels, whose size follows that of the table; under 300 bytes beside the pixels."""
-    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 16 * MB)
-    store = SharedFileStore(16 * MB)
+    monkeypatch.setattr(ram_store, "_MIN_TABLE_BYTES", 16 * MB)
+    store = SharedStore(16 * MB)
     pixels = np.zeros(640, np.uint8)
     numbers = range(8000)
-    assert all(store.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
-    assert len(store._tables[0]._plan.levels) > 4
-    stored: Any = [store.get(key_of(number)) for number in numbers]
+    files = files_in(store)
+    assert all(files.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
+    assert len(store._tables[0]._levels) > 3
+    stored: Any = [files.get(key_of(number)) for number in numbers]
     assert [each.note for each in stored] == [(number,) for number in numbers]
     assert all(store.get(key_of(-1 - number)) is None for number in numbers)
     assert store.num_files == 8000
@@ -167,9 +111,10 @@ def test_keys_that_share_their_tag_and_their_place_are_told_apart() -> None:
     """The key in the record decides; the search goes on behind another one."""
     store = shared()
     keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(20)]
-    assert len({file_table.home_and_tag(key) for key in keys}) == 1
-    assert all(store.put(key, np.full(9, number), number) for number, key in enumerate(keys[1:]))
-    assert [stored and stored.note for stored in map(store.get, keys)] == [None, *range(19)]
+    assert len({ram_table.home_and_tag(key) for key in keys}) == 1
+    files = files_in(store)
+    assert all(files.put(key, np.full(9, number), number) for number, key in enumerate(keys[1:]))
+    assert [stored and stored.note for stored in map(files.get, keys)] == [None, *range(19)]
 
 
 # --- several processes ------------------------------------------------------------------------------------
@@ -241,11 +186,11 @@ def work_in_worker(store: Any, pipe: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -> None:
     """Those that they were started with, and those that it makes later on; they make none."""
-    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
+    monkeypatch.setattr(ram_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         multiprocessing.forkserver._forkserver._stop()  # it can have other limits
-    store = SharedFileStore(2 * MB)
+    store = SharedStore(2 * MB)
     pipe, other = context.Pipe()
     worker = context.Process(target=work_in_worker, args=(store, other))
     worker.start()
@@ -255,7 +200,7 @@ def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -
         assert pipe.recv() == (list(range(100)), list(range(100)))
         assert right(store, range(100)) == list(range(100))
         assert {entry.pid for entry in registry.entries()} == {os.getpid()}
-        file_store.retire_store(store._name)
+        ram_store.retire_store(store._name)
         assert right(store, range(100)) == []
         store.poll()
     pipe.send(False)
@@ -304,15 +249,15 @@ def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> No
     keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(3)]
 
     def meanwhile(*args: Any) -> None:
-        monkeypatch.undo()
-        assert two.put(keys[1], array_of(1), 1)
-        assert two.put(keys[0], array_of(0), 0)
+        monkeypatch.setattr(arena.Arena, "write", write)
+        assert files_in(two).put(keys[1], array_of(1), 1)
+        assert files_in(two).put(keys[0], array_of(0), 0)
         write(*args)
 
     monkeypatch.setattr(arena.Arena, "write", meanwhile)
-    assert one.put(keys[0], array_of(0), 0)
+    assert files_in(one).put(keys[0], array_of(0), 0)
     for store in (one, two):
-        found: Any = [store.get(key) for key in keys]
+        found: Any = [files_in(store).get(key) for key in keys]
         assert [stored and stored.note for stored in found] == [0, 1, None]
         assert np.array_equal(found[0].array, array_of(0))
         assert np.array_equal(found[1].array, array_of(1))
@@ -330,13 +275,13 @@ def test_while_somebody_holds_a_lock_files_are_read_and_stored_elsewhere() -> No
     for fd in fds:
         os.close(fd)
     assert put(store, range(10)) == list(range(10))
-    assert store._tables[-1].num_files == 2
+    assert store._tables[-1].num_records == 2
 
 
 def test_while_somebody_holds_the_registry_a_store_opens_all_the_same(monkeypatch: Any) -> None:
     """It finds what is there; a process that polls does not wait."""
     monkeypatch.setattr(registry, "_CREATION_WAIT_S", 0.01)
-    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    monkeypatch.setattr(ram_store, "_IDLE_S", -1.0)
     first = shared()
     stored = put_until_full(first)
     with registry.creating() as is_alone:
@@ -371,12 +316,12 @@ def test_the_larger_of_two_limits_holds(limit: int, start: Any) -> None:
     """A job with a smaller limit reads and fills what is there, and makes no more; it says so."""
     job = start(opened, range(200))
     stored = job.answer()
-    mine = SharedFileStore(limit)
+    mine = SharedStore(limit)
     assert right(mine, range(200)) == stored
     more = put(mine, range(1000, 1200))
     assert (len(more) > 80) == (limit > MB)
     assert mine.nbytes <= max(limit, MB)
-    assert ("larger limit" in mine.explain()) == (limit < MB)
+    assert ("larger limit" in FileCache(mine).explain()) == (limit < MB)
 
 
 # --- values of any size -----------------------------------------------------------------------------------
@@ -386,24 +331,24 @@ def test_a_value_larger_than_a_table_has_one_of_its_own() -> None:
     """Made of room that nothing has taken; small ones are stored beside it, all within the limit."""
     store = shared()
     assert store._table_bytes == 128 * KB
-    large = array_of(1, 400 * KB)
-    assert store.put(key_of(1), large, 1)
-    assert store.put(key_of(2), array_of(2, 100 * KB), 2)
+    large, files = array_of(1, 400 * KB), files_in(store)
+    assert files.put(key_of(1), large, 1)
+    assert files.put(key_of(2), array_of(2, 100 * KB), 2)
     more = put(store, range(10, 50))
     assert len(more) > 30
-    stored: Any = store.get(key_of(1))
+    stored: Any = files.get(key_of(1))
     assert np.array_equal(stored.array, large)
     assert right(store, more) == more
     assert sum(table.max_bytes for table in store._tables) <= MB
     assert store.nbytes <= MB
-    assert not store.put(key_of(3), array_of(3, MB), 3)
+    assert not files.put(key_of(3), array_of(3, MB), 3)
 
 
 def test_a_table_that_holds_something_does_not_make_room_for_a_large_value() -> None:
     """Only tables that are empty, or that could go for any other value."""
     store = shared()
     stored = put(store, range(200))
-    assert not store.put(key_of(1000), array_of(1000, 400 * KB), 1000)
+    assert not files_in(store).put(key_of(1000), array_of(1000, 400 * KB), 1000)
     assert right(store, range(200)) == stored
 
 
@@ -420,14 +365,15 @@ def test_workers_ask_for_the_size_that_they_need(start: Any) -> None:
     store.poll()
     assert job.ask(put_large, numbers) == [True, True]
     assert all(
-        np.array_equal(store.get(key_of(n)).array, array_of(n, 300 * KB))  # type: ignore[union-attr]
+        np.array_equal(files_in(store).get(key_of(n)).array, array_of(n, 300 * KB))  # type: ignore[union-attr]
         for n in numbers
     )
 
 
 def put_large(store: Any, numbers: Iterable[int]) -> list[bool]:
+    files = files_in(store)
     return [
-        store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number, 300 * KB), number)
+        files.get(key_of(number)) is not None or files.put(key_of(number), array_of(number, 300 * KB), number)
         for number in numbers
     ]
 
@@ -439,10 +385,10 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
     """A table that was idle goes as a whole; another job lets go of it, and arrays stay as they are."""
     job = start(opened, range(200))
     stored = job.answer()
-    mine: Any = SharedFileStore(MB)
-    held = [(number, mine.get(key_of(number)).array) for number in stored]
+    mine: Any = SharedStore(MB)
+    held = [(number, files_in(mine).get(key_of(number)).array) for number in stored]
     assert put(mine, range(1000, 1010)) == []
-    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    monkeypatch.setattr(ram_store, "_IDLE_S", -1.0)
     taken = put(mine, range(1000, 1200))
     assert len(taken) > 80
     assert right(mine, range(1000, 1200))
@@ -454,63 +400,94 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
     assert all(np.array_equal(array, array_of(number)) for number, array in held)
 
 
-def test_tables_of_a_live_loader_outlive_what_is_read_meanwhile(monkeypatch: Any) -> None:
-    """As a training's through a long validation; when the loaders have ended, they make room."""
-    monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
+@pytest.fixture
+def now_s(monkeypatch: Any) -> list[float]:
+    """The time of stores, which passes when a test says so."""
     now_s = [time.monotonic()]
-    monkeypatch.setattr(file_store.time, "monotonic", lambda: now_s[0])
-    store = shared()
-    store.poll()
-    now_s[0] += 1
-    stored = put(store, range(200))
-    for _ in range(8):  # validation
+    monkeypatch.setattr(ram_table, "_TOUCH_EVERY_S", 0.0)
+    monkeypatch.setattr(ram_store.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def read_epoch(store: Any, use: Use, now_s: list[float], numbers: Any, ended: bool = True) -> list[int]:
+    """A loader reads files in an epoch of a second, and stores what has room; what is there at the end."""
+    store.poll(use)
+    now_s[0] += 0.5
+    put(store, numbers)
+    store.poll(use)
+    there = right(store, numbers)
+    now_s[0] += 0.5
+    store.poll(use)
+    if ended:
+        use.end_epoch()
+    return there
+
+
+def test_what_a_training_used_outlives_a_long_validation(now_s: list[float]) -> None:
+    """However much it reads, and although nobody hits the training's tables; they go with its loader."""
+    store, training, validation = shared(), Use(), Use()
+    stored = read_epoch(store, training, now_s, range(200))
+    for _ in range(8):
         now_s[0] += 200
-        store.poll()
-        assert put(store, range(1000, 1010)) == []
+        assert read_epoch(store, validation, now_s, range(1000, 1010)) == []
     assert right(store, range(200)) == stored
     store.poll()
-    store.forget()
+    del training
+    gc.collect()
     now_s[0] += 301
-    store.poll()  # what begins to read is given the time to use what it finds
-    assert put(store, range(1000, 1010)) == []
-    now_s[0] += 301
-    assert len(put(store, range(1000, 1200))) > 80
+    assert len(read_epoch(store, validation, now_s, range(1000, 1200))) > 80
 
 
-def test_what_begins_to_read_keeps_what_it_finds(monkeypatch: Any, start: Any) -> None:
+def test_files_that_changed_make_room_after_five_minutes(now_s: list[float]) -> None:
+    """After `chmod -R`, and for another size, the files have other keys: what is under the old ones goes."""
+    store, use = shared(), Use()
+    first = read_epoch(store, use, now_s, range(80))
+    assert len(first) == 80
+    for changed in (range(1000, 1080), range(2000, 2080)):
+        at_once = read_epoch(store, use, now_s, changed)
+        assert 0 < len(at_once) < 80
+        for _ in range(6):
+            now_s[0] += 49
+            assert read_epoch(store, use, now_s, changed) == at_once
+        now_s[0] += 49
+        assert read_epoch(store, use, now_s, changed) == list(changed)
+
+
+def test_a_loader_that_was_begun_and_left_keeps_no_more_than_it_used(now_s: list[float]) -> None:
+    """As one of which a single batch was looked at."""
+    store, looked_at, use = shared(), Use(), Use()
+    read_epoch(store, looked_at, now_s, range(10), ended=False)
+    read_epoch(store, use, now_s, range(200))
+    read_epoch(store, use, now_s, range(10))
+    now_s[0] += 302
+    taken = read_epoch(store, use, now_s, range(1000, 1200))
+    assert len(taken) > 60
+    assert right(store, range(10)) == list(range(10))
+
+
+def test_what_begins_to_read_keeps_what_it_finds(now_s: list[float], start: Any) -> None:
     """However long nobody has used the tables: it is given the time to use them."""
     job = start(opened, range(200))
     stored = job.answer()
     mine = shared()
     job.kill()
-    for table in mine._tables:
-        for place in file_table._USED_MS:
-            table.arena.publish(place, 0)
-    assert put(mine, range(1000, 1010)) == []
-    mine.poll()
+    now_s[0] += 1000
+    use = Use()
+    assert read_epoch(mine, use, now_s, range(1000, 1010)) == []
     assert right(mine, range(200)) == stored
 
 
-def test_workers_use_tables_for_their_owner(start: Any, monkeypatch: Any) -> None:
-    """When they have ended, its loader still reads the tables, for as long as it lives."""
-    monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
-    owner = start(opened)
-    owner.answer()
-    owner.ask(SharedFileStore.poll)
-    owner.ask(use_in_worker)
-    table = shared()._tables[0]
-    for has_loader in (True, False):
-        used_s = table.used_s
-        while time.monotonic() < used_s + 0.002:
-            pass
-        owner.ask(SharedFileStore.poll if has_loader else SharedFileStore.forget)
-        owner.ask(SharedFileStore.poll if has_loader else look)
-        assert (table.used_s > used_s) == has_loader
-
-
-def look(store: Any) -> None:
-    """Look without reading."""
-    store._look(time.monotonic())
+def test_workers_use_tables_for_their_owner(start: Any, now_s: list[float]) -> None:
+    """When they have ended, its loader still needs the tables, for as long as it lives."""
+    store, use = shared(), Use()
+    store.poll(use)
+    now_s[0] += 1
+    use_in_worker(store)
+    store.poll(use)
+    assert store._tables[0].hit_s == pytest.approx(now_s[0], abs=0.01)
+    now_s[0] += 1
+    store.poll(use)
+    assert store._tables[0].used_s == pytest.approx(now_s[0], abs=0.01)
 
 
 def use_in_worker(store: Any) -> None:
@@ -523,21 +500,26 @@ def use_in_worker(store: Any) -> None:
     os.waitpid(pid, 0)
 
 
-def test_what_is_in_use_is_not_retired() -> None:
-    """Neither what is hit, nor what the loader that polls has stored, though it reads it late."""
+def test_an_entry_that_a_cleaner_removed_is_put_back(registry_folder: Any, start: Any) -> None:
+    """By its owner, at its next look, also if the folder went; so later jobs find the files."""
     store = shared()
-    stored = put(store, range(200))
-    for _ in range(5):
-        put(store, range(200, 240))
-        store.poll()
-    assert right(store, range(200)) == stored
+    put(store, range(5))
+    for path in registry_folder.iterdir():
+        path.unlink()
+    store.poll()
+    assert start(lambda: (other := shared(), right(other, range(5)))).answer() == list(range(5))
+    shutil.rmtree(registry_folder)
+    store.poll()
+    assert start(lambda: (other := shared(), right(other, range(5)))).answer() == list(range(5))
+    names = os.listdir(registry_folder)
+    store.poll()
+    assert os.listdir(registry_folder) == names
 
 
 def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch: Any, caplog: Any) -> None:
     """It leaves free what it promised, says so, and goes on when memory is free again."""
     free_bytes = [1 << 40]
-    for module in (arena, file_store):
-        monkeypatch.setattr(module, "unused_bytes", lambda: free_bytes[0])
+    monkeypatch.setattr(arena, "unused_bytes", lambda: free_bytes[0])
     monkeypatch.setattr(budget, "_CHECK_EVERY_S", 0.0)
     monkeypatch.setattr(arena, "_CREDIT_BYTES", 0)
     store = shared()
@@ -560,7 +542,7 @@ def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch:
 
 def test_without_a_registry_workers_share_the_tables_of_their_owner(monkeypatch: Any, start: Any) -> None:
     """Those that they were started with stay; other jobs have their own."""
-    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    monkeypatch.setattr(ram_store, "_IDLE_S", -1.0)
     no_registry(monkeypatch)
     store = shared()
     tables = store._tables
@@ -610,7 +592,7 @@ def test_a_limit_on_the_address_space_gives_smaller_tables() -> None:
     import resource
 
     with faults.limited(resource.RLIMIT_AS, faults.mapped_bytes() + 64 * MB):
-        store = SharedFileStore("1TB")
+        store = SharedStore("1TB")
         taken = put(store, range(50))
         assert taken
         assert right(store, range(50)) == taken
@@ -621,14 +603,14 @@ def test_tables_of_another_job_leave_address_space_to_this_one(start: Any, caplo
     """Beside tables that it cannot map, a job has small ones of its own; one warning says so."""
     import resource
 
-    job = start(lambda: (store := SharedFileStore("8GB"), put(store, range(3))))
+    job = start(lambda: (store := SharedStore("8GB"), put(store, range(3))))
     job.answer()
     say_once.cache_clear()
     with (
         faults.limited(resource.RLIMIT_AS, faults.mapped_bytes() + 300 * MB),
         caplog.at_level("WARNING", "fastload"),
     ):
-        store = SharedFileStore("8GB")
+        store = SharedStore("8GB")
         assert store.num_files == 0
         assert put(store, range(3, 9)) == list(range(3, 9)) == right(store, range(9))
         assert np.ones(16 * MB, np.uint8).all()
@@ -638,11 +620,11 @@ def test_tables_of_another_job_leave_address_space_to_this_one(start: Any, caplo
 
 def test_explain_tells_the_bytes_of_jobs_with_a_larger_limit(start: Any) -> None:
     """They are not said to be within the limit of this job."""
-    before = FileCache(SharedFileStore(100_000))
+    before = FileCache(SharedStore(100_000))
     assert "at most 100.0 kB" in before.explain()
     before.close()
-    start(lambda: (store := SharedFileStore(2 * MB), put_until_full(store))).answer()
-    small = FileCache(SharedFileStore(100_000))
+    start(lambda: (store := SharedStore(2 * MB), put_until_full(store))).answer()
+    small = FileCache(SharedStore(100_000))
     assert "stored by jobs with a larger limit than the 100.0 kB of this one" in small.explain()
     small.close()
 
@@ -665,10 +647,10 @@ def test_damaged_memory_is_a_miss() -> None:
     store = shared()
     put(store, range(3))
     table = store._tables[0]
-    for offset in range(table._plan.space_at + 16, table._plan.space_at + 60):
+    for offset in range(table._space_at + 40, table._space_at + 200):
         table.arena.segment.write(b"\xff", offset)
-        store.get(key_of(0))
-    assert store.get(key_of(0)) is None
+        files_in(store).get(key_of(0))
+    assert files_in(store).get(key_of(0)) is None
     assert right(store, range(1, 3)) == [1, 2]
 
 
@@ -680,24 +662,23 @@ def test_stores_are_listed_and_let_go(start: Any) -> None:
     job = start(opened, range(30))
     job.answer()
     mine = shared()
-    (listed,) = file_store.live_stores()
+    (listed,) = ram_store.live_stores()
     assert (listed["num_files"], listed["nbytes"], listed["is_own"]) == (30, mine.nbytes, True)
     assert listed["owners"] == sorted([os.getpid(), job.pid])
-    assert file_store.retire_store(listed["name"]) == listed["nbytes"]
-    assert file_store.live_stores() == []
+    assert ram_store.retire_store(listed["name"]) == listed["nbytes"]
+    assert ram_store.live_stores() == []
     assert right(mine, range(30)) == job.ask(told, "right", range(30)) == []
     assert put(mine, range(30)) == job.ask(told, "right", range(30)) == list(range(30))
 
 
-def test_a_store_that_is_only_held_makes_room(monkeypatch: Any, start: Any) -> None:
-    """`cache hold` keeps what others store, makes no table while there is one, and uses none."""
+def test_a_store_that_is_only_held_makes_room(start: Any) -> None:
+    """`cache hold` keeps what others store, and uses none."""
     holder = shared()
     job = start(opened, range(60))
     job.answer()
-    holder.poll(is_in_use=False)
+    holder.poll()
     job.kill()
     assert right(shared(), range(60)) == list(range(60))
     before = holder._tables[0].used_s
-    monkeypatch.setattr(holder._tables[0], "_touch_at_s", 0.0)
-    holder.poll(is_in_use=False)
+    holder.poll()
     assert holder._tables[0].used_s == before

@@ -1,0 +1,323 @@
+"""Table: records under keys of 16 bytes, in one segment of shared memory.
+
+In the space of the segment (see `arena`):
+
+    words     64 words of 8 bytes: whether the table is retired, the largest record that had no room, and when
+              a record was found last, and a loader needed the table last
+    levels    hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes, each at the index that is its size
+    records   aligned to 64 bytes, each after its key and its length
+
+An entry is a tag of 23 bits of the key, and the offset of the record in units of 64 bytes. The number of
+records is unknown, so the table grows: when it holds half as many as a level has entries, the next one takes
+the new ones. Nothing moves. Rules:
+
+1. The entry is a hint: the key before the record decides.
+2. An entry is taken under the lock on claims, and leads nowhere until its record is written. A writer that
+   dies in between leaves the entry and the space, and nothing to repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.cache.ram.arena import (
+    CURSOR_AT,
+    ENTRY_BYTES,
+    TABLE_AT,
+    Arena,
+    Cursor,
+    create_segment,
+    read_description,
+)
+from fastload.cache.records import ALIGNMENT_BYTES
+from fastload.errors import CacheMismatchError, SharedMemoryError
+from fastload.memory.segment import PAGE_BYTES, round_up
+from fastload.system.locks import flocked
+from fastload.system.logs import log, say_once
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+    from fastload.memory.segment import Segment
+
+MIN_TABLE_BYTES = 1 << 20
+
+_KIND = "files"
+_RETIRED, _WANTED_BYTES, _HIT_MS, _KEPT_MS = range(4)  # words
+_NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
+_MEAN_RECORD_BYTES = 1024  # smaller records fill a table earlier
+_MAX_PROBES = 64
+_TAG_SHIFT = 41
+_OFFSET_MASK = (1 << _TAG_SHIFT) - 1
+_HOME_MASK = (1 << 31) - 1
+_TAKEN = 1  # the offset of an entry whose record is not written yet
+_ENTRY_COST_BYTES = 64  # of a record in the levels, at most: a new level is touched long before it is full
+_TOUCH_EVERY_S = 1.0
+
+_KEY = struct.Struct("<QQ")
+_FRAME = struct.Struct("<16sQ")  # key, and length of the record, which follows at once
+
+
+def home_and_tag(key: bytes) -> tuple[int, int]:
+    """Where the search for a key starts in every level, and what its entry holds of it."""
+    low, high = _KEY.unpack(key)
+    return low & _HOME_MASK, high >> _TAG_SHIFT
+
+
+def table_bytes_for(nbytes: int) -> int:
+    """The size of a table in which a record of ``nbytes`` has room."""
+    return _claimed_bytes(nbytes) + _ENTRY_COST_BYTES + _taken_bytes()
+
+
+def _claimed_bytes(nbytes: int) -> int:
+    return round_up(_FRAME.size + nbytes, ALIGNMENT_BYTES)
+
+
+def _taken_bytes() -> int:
+    """The header, the words, partly used pages, and the first level."""
+    return 4 * PAGE_BYTES + _FIRST_LEVEL * ENTRY_BYTES
+
+
+def _level_after(num_records: int) -> int:
+    """The level that takes the next record."""
+    size = _FIRST_LEVEL
+    while num_records >= size // 2:
+        size *= _LEVEL_GROWTH
+    return size
+
+
+class Table:
+    """A segment of records.
+
+    Args:
+        segment: A segment that `create` made; the table owns it from here on.
+        mapping: The segment, read-only; None to map it now.
+
+    Attributes:
+        arena: The segment and its space.
+        name: The name of its store.
+        pid: The process that made it.
+        max_bytes: The most memory that it takes.
+        created_s: When it was made, in seconds since 1970.
+        inode: Of the segment; no two segments that are open have the same.
+        lacks_memory: Whether the machine had too little memory for what this process wanted to store last.
+
+    Raises:
+        CacheMismatchError: The segment is not such a table.
+    """
+
+    def __init__(self, segment: Segment, mapping: mmap.mmap | None = None) -> None:
+        try:
+            fields = read_description(segment)
+            if fields.get("kind") != _KIND:
+                raise CacheMismatchError("not a table of decoded files")
+        except CacheMismatchError:
+            segment.close()
+            raise
+        self.name: str = fields["name"]
+        self.pid: int = fields["pid"]
+        self.max_bytes: int = fields["max_bytes"]
+        self.created_s: float = fields["created_s"]
+        self.inode = os.fstat(segment.fd).st_ino
+        num_entries, self._space_at, limits = _plan(self.max_bytes)
+        self.arena = Arena(segment, num_entries, limits, mapping)
+        self._entries, self._memory = self.arena.entries, self.arena.memory
+        self._num_records = self._memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
+        self._levels: tuple[int, ...] = ()  # those in use, the newest first
+        self._next_level_at = 1  # records
+        self._is_hit, self._touch_at_s = False, 0.0
+        self.lacks_memory = False
+
+    @classmethod
+    def create(cls, max_bytes: int, name: str, reserved_bytes: int) -> Table:
+        """A new, empty table, smaller than ``max_bytes`` if the system demands it.
+
+        Args:
+            max_bytes: The most memory that it takes.
+            name: The name of its store.
+            reserved_bytes: Memory of the machine that it leaves free while it grows.
+
+        Raises:
+            SharedMemoryError: The memory, or a lock, is not available.
+        """
+        while True:
+            fields = {"kind": _KIND, "name": name, "pid": os.getpid(), "max_bytes": max_bytes}
+            try:
+                nbytes = _plan(max_bytes)[1] + round_up(max_bytes, PAGE_BYTES)
+                segment, mapping = create_segment(nbytes, {**fields, "created_s": time.time()}, sparing=True)
+                break
+            except SharedMemoryError:
+                max_bytes //= 2
+                if max_bytes < MIN_TABLE_BYTES:
+                    raise
+        try:
+            with flocked(segment.reopen):
+                pass
+            table = cls(segment, mapping)
+            table.arena.leave_free(reserved_bytes)
+            table.arena.publish(_KEPT_MS, int(time.monotonic() * 1000))
+        except (OSError, MemoryError) as error:
+            segment.close()
+            raise SharedMemoryError(f"a new shared segment cannot be locked or written: {error}") from error
+        return table
+
+    @property
+    def num_records(self) -> int:
+        """How many records are stored now."""
+        self._find_levels()
+        used = (self.arena.table[level : 2 * level] for level in self._levels)
+        return sum(int(np.count_nonzero((entries & _OFFSET_MASK) > _TAKEN)) for entries in used)
+
+    def _find_levels(self) -> None:
+        """Look which levels are in use; reading the others would give them memory."""
+        levels, num_records = [], self._num_records[0]
+        if num_records:
+            last, level = _level_after(num_records - 1), _FIRST_LEVEL
+            while level <= last:
+                levels.append(level)
+                level *= _LEVEL_GROWTH
+        self._levels = tuple(reversed(levels))
+        self._next_level_at = levels[-1] // 2 + 1 if levels else 1
+
+    # --- reading -----------------------------------------------------------------------------------------
+
+    def get(self, key: bytes, home: int, tag: int) -> memoryview | None:
+        """The record under a key, if there is one; its home and tag are those of `home_and_tag`."""
+        record = self._search(key, home, tag)
+        self._is_hit |= record is not None
+        return record
+
+    def _search(self, key: bytes, home: int, tag: int) -> memoryview | None:
+        if self._num_records[0] >= self._next_level_at:
+            self._find_levels()
+        entries, memory = self._entries, self._memory
+        for level in self._levels:
+            place = home & (level - 1)
+            while entry := entries[level + place]:  # half of the entries of a level are never taken
+                if entry >> _TAG_SHIFT == tag:
+                    at = (entry & _OFFSET_MASK) * ALIGNMENT_BYTES
+                    # An address that depends on the entry is read after it (see `memory.memory_model`).
+                    if at > self._space_at:
+                        stored_key, nbytes = _FRAME.unpack_from(memory, at - _FRAME.size)
+                        if stored_key == key:
+                            return memory[at : at + nbytes]
+                place = (place + 1) & (level - 1)
+        return None
+
+    # --- writing -----------------------------------------------------------------------------------------
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a record of ``nbytes`` fits, and will stay."""
+        is_open = not self.arena.is_full and not self.is_retired
+        return is_open and self.arena.allows(_after(self.arena.cursor, _claimed_bytes(nbytes)))
+
+    @property
+    def is_short(self) -> bool:
+        """Whether something had no room, or its memory was lacking."""
+        return bool(self.arena.cursor.is_short)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The size of the largest record that had no room."""
+        return int(self._entries[_WANTED_BYTES])
+
+    def ask_for_more(self, nbytes: int) -> None:
+        """Tell the processes that make tables that a record of ``nbytes`` had no room."""
+        if nbytes > self.wanted_bytes:
+            self._set_word(_WANTED_BYTES, nbytes)
+        if not self.is_short:
+            self.arena.expect_short()
+
+    def put(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
+        """Store a record of ``nbytes``; False if it does not fit, or another process holds the lock."""
+        arena, (home, tag), claimed_bytes = self.arena, home_and_tag(key), _claimed_bytes(nbytes)
+        try:
+            self.lacks_memory = not arena.can_grow(claimed_bytes, _log_stopped)
+            if self.lacks_memory:
+                self.ask_for_more(nbytes)
+                return False
+            with arena.locked() as cursor:
+                if cursor is None or self._search(key, home, tag) is not None:
+                    return cursor is not None
+                index = self._free_entry(_level_after(cursor.rows), home)
+                after = _after(cursor, claimed_bytes)
+                if index is None or not arena.allows(after):
+                    arena.move(cursor._replace(is_short=1))
+                    return False
+                arena.publish(index, tag << _TAG_SHIFT | _TAKEN)
+                arena.move(after)
+            at = self._space_at + cursor.ragged_bytes + ALIGNMENT_BYTES
+            arena.write([_FRAME.pack(key, nbytes), *parts], at - _FRAME.size)
+            arena.publish(index, tag << _TAG_SHIFT | at // ALIGNMENT_BYTES)
+            self._is_hit = True
+        except (OSError, MemoryError) as error:  # a store that cannot grow is slower, but not an error
+            arena.is_full = True
+            log.warning("cache: a segment of decoded files stops growing: %s", str(error))
+            return False
+        return True
+
+    def _free_entry(self, level: int, home: int) -> int | None:
+        places = (level + (place & (level - 1)) for place in range(home, home + _MAX_PROBES))
+        return next((place for place in places if not self._entries[place]), None)
+
+    # --- the life of a table -----------------------------------------------------------------------------
+
+    def touch(self, now_s: float) -> None:
+        """Note that this process has found or stored something since it was called last, if it has."""
+        if self._is_hit and now_s >= self._touch_at_s:
+            self._touch_at_s, self._is_hit = now_s + _TOUCH_EVERY_S, False
+            self._set_word(_HIT_MS, int(now_s * 1000))
+
+    def keep(self, now_s: float) -> None:
+        """Note that a loader needs the table, though it may read others now."""
+        self._set_word(_KEPT_MS, int(now_s * 1000))
+
+    @property
+    def hit_s(self) -> float:
+        """When a record was found or stored last, to a few seconds of `time.monotonic`."""
+        return float(self._entries[_HIT_MS]) / 1000
+
+    @property
+    def used_s(self) -> float:
+        """When the table was hit or kept last."""
+        return max(self.hit_s, float(self._entries[_KEPT_MS]) / 1000)
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether every process should let go of it."""
+        return bool(self._entries[_RETIRED])
+
+    def retire(self) -> None:
+        """Let every process let go of it; the memory goes with the last one."""
+        self._set_word(_RETIRED, 1)
+
+    def _set_word(self, index: int, value: int) -> None:
+        """Change a word that is only a hint; `create` has given them memory."""
+        with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
+            self.arena.words[TABLE_AT // ENTRY_BYTES + index] = value
+
+
+def _plan(max_bytes: int) -> tuple[int, int, Cursor]:
+    """The number of entries, where the records begin, and how much of them there can be."""
+    last = _level_after(max_bytes // _MEAN_RECORD_BYTES)
+    space_at = round_up(TABLE_AT + 2 * last * ENTRY_BYTES, PAGE_BYTES)
+    return 2 * last, space_at, Cursor(max_bytes, last // 2, max_bytes - _taken_bytes())
+
+
+def _after(cursor: Cursor, claimed_bytes: int) -> Cursor:
+    used_bytes = cursor.used_bytes + claimed_bytes + _ENTRY_COST_BYTES
+    return Cursor(cursor.ragged_bytes + claimed_bytes, cursor.rows + 1, used_bytes, cursor.is_short)
+
+
+def _log_stopped(_: int) -> None:
+    say_once(
+        "cache: no more files are remembered until memory becomes free: what is free now is left to the "
+        "model, the workers and other caches. The other files are decoded again on every access"
+    )
