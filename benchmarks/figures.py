@@ -506,7 +506,7 @@ def huge_pages() -> str:
     for title, (small_us, huge_us) in rows.items():
         batch = title.removesuffix(", full cache")
         if batch != title:
-            first_us, first_huge_us = rows[batch + FIRST]
+            first_us, first_huge_us = rows[f"{batch}, first epoch"]
             price_us, samples = first_huge_us - first_us, int(batch.split()[0])
             epochs = price_us * samples / (small_us - huge_us)
             lines.append(

@@ -27,7 +27,7 @@ from harness import Contender, report, save
 from torch.utils.data import Dataset
 
 import fastload
-from fastload.system.linux import has_shared_huge_pages, huge_pages_advice
+from fastload.system.linux import has_shared_huge_pages, huge_pages_report
 
 _PR_SET_THP_DISABLE = 41
 SPAWN = multiprocessing.get_context("spawn")
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/huge_pages.json")
     options = parser.parse_args()
     if not has_shared_huge_pages():
-        parser.error(huge_pages_advice() or "this system has no huge pages for shared memory")
+        parser.error(huge_pages_report() or "this system has no huge pages for shared memory")
     questions = []
     for title, size in SIZES.items():
         firsts, laters = ([Contender(kind, kind, lambda: 0.0) for kind in KINDS] for _ in range(2))

@@ -176,14 +176,11 @@ class Segment:
     def _collapse(self, mapping: mmap.mmap, start: int, written_to: int) -> None:
         """Let the block at ``start`` become a huge page if it has no hole."""
         end = start + HUGE_PAGE_BYTES
-        if end > self.nbytes:
-            return
+        # Data that comes in order has a hole behind it: the block is not searched for each write.
+        places = (min(written_to, end - 1), start)
         try:
-            # Data that comes in order has a hole behind it: the block is not searched for each write.
-            for offset in (min(written_to, end - 1), start):
-                if os.lseek(self.fd, offset, os.SEEK_HOLE) < end:
-                    return
-            mapping.madvise(_MADV_COLLAPSE, start, HUGE_PAGE_BYTES)
+            if end <= self.nbytes and all(os.lseek(self.fd, at, os.SEEK_HOLE) >= end for at in places):
+                mapping.madvise(_MADV_COLLAPSE, start, HUGE_PAGE_BYTES)
         except OSError as error:
             if error.errno != errno.EAGAIN:  # there is no free huge page, or the kernel cannot do it
                 self._huge_in = None

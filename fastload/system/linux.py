@@ -64,14 +64,13 @@ def has_shared_huge_pages() -> bool | None:
     return setting not in ("never", "deny") if setting else None
 
 
-def huge_pages_advice() -> str:
-    """For `fastload doctor`: that huge pages are off, and how to enable them; empty if they are on."""
-    if has_shared_huge_pages() is not False:
+def huge_pages_report() -> str:
+    """For `fastload doctor`: whether huge pages are on, and how to enable them; empty without the setting."""
+    is_on = has_shared_huge_pages()
+    if is_on is None:
         return ""
-    return (
-        "huge pages are off; batches of a cache by sample in RAM come faster with them: "
-        f"echo advise | sudo tee {SHARED_HUGE_PAGES}"
-    )
+    brings = "off; batches of samples in RAM come faster with them, once the cache is full"
+    return "on" if is_on else f"{brings}: echo advise | sudo tee {SHARED_HUGE_PAGES}"
 
 
 # --- handles of processes ---------------------------------------------------------------------------------

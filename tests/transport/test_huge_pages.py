@@ -15,6 +15,7 @@ import pytest
 import fastload
 from fastload.memory.segment import _MADV_COLLAPSE, HUGE_PAGE_BYTES, PAGE_BYTES, Segment, populate
 from fastload.system import linux
+from fastload.training import machine_report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,10 +79,12 @@ def used_bytes(segment: Segment) -> int:
     ],
 )
 def test_the_setting_is_read_as_the_kernel_writes_it(setting: Path, text: str | None, answer: Any) -> None:
-    """And `doctor` gives the line that enables huge pages only where they are off."""
+    """And `doctor` says so, with the line that enables huge pages where they are off."""
     setting.write_text(text) if text else setting.unlink()
     assert linux.has_shared_huge_pages() is answer
-    assert (f"| sudo tee {setting}" in linux.huge_pages_advice()) is (answer is False)
+    said = machine_report.machine_report()[0]["huge_pages"]
+    assert said == {None: "", True: "on"}.get(answer, said)
+    assert said.endswith(f": echo advise | sudo tee {setting}") is (answer is False)
 
 
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
