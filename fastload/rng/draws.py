@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from fastload.rng.entry_points import RandomSource, seeded_by
-from fastload.rng.generators import LIBRARY_GENERATORS, Search, held_generators
+from fastload.rng.generators import LIBRARY_GENERATORS, Search
 from fastload.rng.rng_scope import RngScope
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class DrawWatch(RandomSource):
 
     @functools.cached_property
     def _held(self) -> list[Any]:
-        search = Search(self._dataset)
-        return [described for described in held_generators(search) if described.seed is not None]
+        return Search(self._dataset).seedable
 
     @functools.cached_property
     def _readers(self) -> dict[str, Callable[[], Any]]:
@@ -85,16 +84,12 @@ class DrawWatch(RandomSource):
         """A sample, and the states afterwards of the generators that this access has changed, by name."""
         readers = self._readers
         before = [read() for read in readers.values()]
-        if self._pairs or self._legacy:
-            self._pairs.clear()
-            self._legacy.clear()
+        self._pairs.clear()
+        self._legacy.clear()
         with seeded_by(self):
             sample = dataset[index]
-        after = [read() for read in readers.values()]
-        changes: dict[str, Any] = {}
-        if after != before:
-            states = zip(readers, before, after, strict=True)
-            changes = {name: new for name, old, new in states if old != new}
+        states = zip(readers, before, [read() for read in readers.values()], strict=True)
+        changes = {name: new for name, old, new in states if old != new}
         if self._pairs or self._legacy:
             changes |= self._draws_of_transforms()
         return sample, changes

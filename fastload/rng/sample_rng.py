@@ -23,7 +23,6 @@ from fastload.rng.entry_points import THREAD, RandomSource, Streams, set_worker_
 from fastload.rng.generators import (
     LIBRARY_GENERATORS,
     Search,
-    held_generators,
     number,
     pcg64_state,
 )
@@ -68,8 +67,7 @@ class SampleSeeder(RandomSource):
     ) -> None:
         super().__init__()
         self.locks = role == "thread"
-        generators = held_generators(Search(dataset, collate_fn))
-        self._seedable = [described for described in generators if described.seed is not None]
+        self._seedable = Search(dataset, collate_fn).seedable
         self._shared = [described.generator for described in self._seedable]
         # Of random, torch and numpy: the order of `begin`.
         self._seed_libraries: tuple[Callable[[int], object], ...] = ()
