@@ -69,6 +69,10 @@ SHOWN = {
     "worker_memory": (
         "Own memory is the USS of a forked worker: pages that no other process maps. Times are CPU times."
     ),
+    "huge_pages": (
+        "Processor time with pages of 4 KiB and of 2 MiB, which Linux was set to give shared memory. The "
+        "samples cost nothing to make, so the first epoch shows the whole price of the larger pages."
+    ),
     "lmdb": "LMDB through the page cache, after every record was read once.",
     "workers": (
         "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster."
@@ -488,6 +492,35 @@ def watching() -> str:
     )
 
 
+def huge_pages() -> str:
+    """What huge pages bring a full cache, what they cost in the first epoch, and when this pays off."""
+    results = json.loads((RESULTS / "huge_pages.json").read_text())
+    rows = {
+        question["title"]: [row["median"] for row in question["rows"].values()]
+        for question in results["questions"]
+    }
+    lines = [
+        "| a batch of a full cache, processor time | 4 KiB | 2 MiB | price of a sample | pays off in |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for title, (small_us, huge_us) in rows.items():
+        batch = title.removesuffix(", full cache")
+        if batch != title:
+            first_us, first_huge_us = rows[f"{batch}, first epoch"]
+            price_us, samples = first_huge_us - first_us, int(batch.split()[0])
+            epochs = price_us * samples / (small_us - huge_us)
+            lines.append(
+                f"| {batch} | {digits(small_us)} us | {digits(huge_us)} us | {digits(price_us)} us "
+                f"| {epochs:.0f} epochs |"
+            )
+    machine = results["machine"]
+    return (
+        f"Without workers, on a virtual machine ({machine['cores']} cores, {machine['cpu']}, Linux "
+        f"{machine['kernel']}) that other programs kept busy "
+        "([details](../../benchmarks/README.md#huge_pages)):\n\n" + "\n".join(lines)
+    )
+
+
 def seeding() -> str:
     """What seeding before each sample costs."""
     results = json.loads((RESULTS / "reproducibility.json").read_text())
@@ -540,7 +573,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         DOCS / "profile.md": {"profiling": watching()},
         DOCS / "how-it-works.md": {"tested": tested()[0]},
         DOCS / "guides" / "buckets.md": {"remote": latencies()},
-        DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes()},
+        DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes(), "huge_pages": huge_pages()},
         DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
         DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
         DOCS / "guides" / "recipes.md": {"small_images": small_images()},

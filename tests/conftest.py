@@ -164,7 +164,7 @@ def leak_guard() -> Iterator[None]:
     yield
     entry_points = sys.modules.get("fastload.rng.entry_points")
     if entry_points is not None and (
-        entry_points.current_source() is not None or entry_points.THREAD.root is not None
+        entry_points.current_source() is not None or entry_points.THREAD.streams.root is not None
     ):
         entry_points.set_worker_source(None, is_thread=False)
         pytest.fail("left behind: transforms of this process or thread draw from a loader's streams")

@@ -25,7 +25,7 @@ from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.position import Position
 from fastload.epochs.transform import EpochTransform
-from fastload.rng.entry_points import THREAD
+from fastload.rng.entry_points import THREAD, Streams
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 
@@ -104,10 +104,10 @@ class TorchIterator(EpochIterator):
     def _next_data(self) -> Any:
         if self.file_cache is not None:
             self.file_cache.poll()
-        outside = THREAD.source, THREAD.root, THREAD.pair
+        outside = THREAD.streams
         try:
             if self.streams is not None:
-                THREAD.source, THREAD.root, THREAD.pair = self.streams, None, None
+                THREAD.streams = Streams(self.streams)
             with self.reading() or contextlib.nullcontext():
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
@@ -118,7 +118,7 @@ class TorchIterator(EpochIterator):
             raise
         finally:
             # First, and without a call: signals interrupt calls.
-            THREAD.source, THREAD.root, THREAD.pair = outside
+            THREAD.streams = outside
         self._fetched()
         if self.transform is not None:
             transform, cpu = self.transform.of_fetched(), torch.device("cpu")

@@ -18,7 +18,7 @@ from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position, why_unresumable
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
-from fastload.rng.entry_points import THREAD, seeded_by
+from fastload.rng.entry_points import THREAD, Streams, seeded_by
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.cache_counts import cache_counts
@@ -112,12 +112,12 @@ class LocalIterator(HostIterator):
         hits, misses = cache_counts.hits, cache_counts.misses
         if cache_counts.reasons:
             cache_counts.take_reasons()  # of what this thread has read outside of loaders
-        outside = THREAD.source, THREAD.root, THREAD.pair
+        outside = THREAD.streams
         try:
             self._is_fetching = True
             self._buffers.begin()
             if self._streams is not None:
-                THREAD.source, THREAD.root, THREAD.pair = self._streams, None, None
+                THREAD.streams = Streams(self._streams)
             batch = self._fetcher.fetch(index, key)
         except StopIteration:
             raise  # the iterable dataset has ended: there is no such batch
@@ -129,7 +129,7 @@ class LocalIterator(HostIterator):
             raise
         finally:
             # These come first, and call nothing: a signal can interrupt any call.
-            THREAD.source, THREAD.root, THREAD.pair = outside
+            THREAD.streams = outside
             self._is_fetching = False
             self._buffers.end()
             if cache_counts.hits != hits or cache_counts.misses != misses:

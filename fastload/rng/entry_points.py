@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,36 +76,39 @@ class RandomSource:
         return _USER_SEEDED in attributes and attributes[_USER_SEEDED] == self.token
 
 
+class Streams:
+    """What the transforms that a thread calls draw from: a source, and the call that draws now.
+
+    Attributes:
+        source: None leaves it to the process's source.
+        root: The outermost transform that is being called.
+        pair: Of this transform, from its first draw on.
+    """
+
+    __slots__ = ("pair", "root", "source")
+
+    def __init__(self, source: RandomSource | None) -> None:
+        self.source = source
+        self.root: Any = None
+        self.pair: Any = None
+
+
 class _Thread(threading.local):
-    source: RandomSource | None = None
-    root: Any = None  # the outermost transform that is being called
-    pair: Any = None  # of this transform, from its first draw on
     is_user_seeding: bool | None = None  # within set_random_seed(): whether the user called it
 
+    def __init__(self) -> None:
+        # One object, saved and restored by an assignment: a signal handler can interrupt any call.
+        self.streams = Streams(None)
 
-THREAD = _Thread()  # this thread's; set without a call where a signal handler must not come between
+
+THREAD = _Thread()
 _process_source: RandomSource | None = None
 _any_user_seeded = False  # whether the user has seeded any transform while samples were read
 
 
-class ThreadState(NamedTuple):
-    """The source of a thread, and the outermost transform that it is calling, with its generators."""
-
-    source: RandomSource | None = None
-    root: Any = None
-    pair: Any = None
-
-
 def current_source() -> RandomSource | None:
     """What the transforms that this thread calls draw from; None: their own generators."""
-    return THREAD.source or _process_source
-
-
-def swap_state(state: ThreadState) -> ThreadState:
-    """Set the state of this thread; returns the state before."""
-    before = ThreadState(THREAD.source, THREAD.root, THREAD.pair)
-    THREAD.source, THREAD.root, THREAD.pair = state
-    return before
+    return THREAD.streams.source or _process_source
 
 
 class seeded_by:  # noqa: N801  # a block, used as a function
@@ -116,21 +119,20 @@ class seeded_by:  # noqa: N801  # a block, used as a function
 
     def __init__(self, source: RandomSource | None) -> None:
         self._source = source
-        self._before = ThreadState()
 
     def __enter__(self) -> None:
         if self._source is not None:
-            self._before = swap_state(ThreadState(self._source))
+            self._outside, THREAD.streams = THREAD.streams, Streams(self._source)
 
     def __exit__(self, *exc_info: object) -> None:
         if self._source is not None:
-            swap_state(self._before)
+            THREAD.streams = self._outside
 
 
 def set_worker_source(source: RandomSource | None, *, is_thread: bool) -> None:
     """Let this worker draw from ``source`` from now on; a worker process does so in all of its threads."""
     global _process_source
-    swap_state(ThreadState(source if is_thread else None))
+    THREAD.streams = Streams(source if is_thread else None)
     if not is_thread:
         _process_source = source
 
@@ -227,11 +229,12 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
 
     def get(transform: Any) -> Any:
         # Four to ten draws of a call come here: after the first one, the answer is known.
-        if is_of_pair and (pair := THREAD.pair) is not None and not _any_user_seeded:
-            generator = pair[position]
+        streams = THREAD.streams
+        if is_of_pair and streams.pair is not None and not _any_user_seeded:
+            generator = streams.pair[position]
             if generator is not None:
                 return generator
-        source = THREAD.source or _process_source
+        source = streams.source or _process_source
         if source is not None:
             if is_of_pair:
                 generator = _pair(source, transform)[position]
@@ -261,33 +264,32 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
 def _pair(source: RandomSource, transform: Any) -> tuple[Any, Any]:
     if _any_user_seeded and source.was_seeded_by_user(transform):
         return None, None
-    root = THREAD.root
+    streams = THREAD.streams
+    root = streams.root
     if root is None:
         return source.pair(transform) or (None, None)
-    pair: Any = THREAD.pair
-    if pair is None:  # else it is known since the first draw of this call
+    if streams.pair is None:  # else it is known since the first draw of this call
         is_user_seeded = _any_user_seeded and source.was_seeded_by_user(root)
-        pair = THREAD.pair = (None if is_user_seeded else source.pair(root)) or (None, None)
-    return pair  # type: ignore[no-any-return]
+        streams.pair = (None if is_user_seeded else source.pair(root)) or (None, None)
+    return streams.pair  # type: ignore[no-any-return]
 
 
 def _noting_outermost(call: Any) -> Any:
     """`__call__`, which notes the outermost transform."""
 
     def noting_outermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if THREAD.root is not None:
+        streams = THREAD.streams
+        source = streams.source or _process_source
+        if streams.root is not None or source is None or not source.groups:
             return call(self, *args, **kwargs)
-        source = THREAD.source or _process_source
-        if source is None or not source.groups:
-            return call(self, *args, **kwargs)
-        THREAD.root = self
+        streams.root = self
         try:
             if not source.locks:
                 return call(self, *args, **kwargs)
             with _lock_of(self):
                 return call(self, *args, **kwargs)
         finally:
-            THREAD.root = THREAD.pair = None
+            streams.root = streams.pair = None
 
     return noting_outermost
 
@@ -319,7 +321,7 @@ def _noting_user_seeds(method: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         finally:
-            source = THREAD.source or _process_source
+            source = current_source()
             if THREAD.is_user_seeding and source is not None:
                 vars(self)[_USER_SEEDED] = source.token
                 _any_user_seeded = True
@@ -333,8 +335,8 @@ def _reserving(reserve: Any, with_generators: Callable[[Any, Any, Any], Any]) ->
 
     @functools.wraps(reserve)
     def reserving(self: Any) -> Any:
-        streams, source = reserve(self), THREAD.source or _process_source
+        reserved, source = reserve(self), current_source()
         generator, py_random = (None, None) if source is None else _pair(source, self)
-        return streams if py_random is None else with_generators(streams, generator, py_random)
+        return reserved if py_random is None else with_generators(reserved, generator, py_random)
 
     return reserving

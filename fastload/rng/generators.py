@@ -49,18 +49,23 @@ class Search:
     million paths takes no longer than a list of a hundred.
 
     Attributes:
-        of_dataset: The generators in the dataset and the paths to them, nearest first, except the libraries'
-            own, and those that random transforms draw from.
-        of_collate: Those that only the collate_fn has.
+        held: The generators in the dataset, nearest first, then those that only the collate_fn has. Not the
+            libraries' own, nor those that random transforms draw from.
         transforms: The random transforms on the way, of the libraries in `augmentation`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any = None) -> None:
+        self.held: list[HeldGenerator] = []
         self.transforms: list[Any] = []
         self._holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self._seen: dict[int, Any] = {}  # keeps the objects alive, so ids stay unique
-        self.of_dataset = self._below(dataset)
-        self.of_collate = self._below(collate_fn)
+        self._walk("dataset", dataset)
+        self._walk("collate_fn", collate_fn)
+
+    @property
+    def seedable(self) -> list[HeldGenerator]:
+        """The generators that can be seeded."""
+        return [described for described in self.held if described.seed is not None]
 
     def holding(self, values: list[Any]) -> dict[int, Any]:
         """By id, these objects and all objects that hold them, directly or indirectly."""
@@ -73,8 +78,8 @@ class Search:
                     queue.append(holder)
         return holders
 
-    def _below(self, root: Any) -> list[tuple[Any, Path]]:
-        generators: list[tuple[Any, Path]] = []
+    def _walk(self, owner: str, root: Any) -> None:
+        num_held = len(self.held)
         bases = {id(cls) for _, cls in random_bases()}
         self._seen[id(root)] = root
         queue: collections.deque[tuple[Any, Path, int]] = collections.deque([(root, (), 0)])
@@ -84,7 +89,10 @@ class Search:
             value, path, start = queue.popleft()
             is_transform = not bases.isdisjoint(map(id, read_mro(type(value))))
             if issubclass(type(value), _GENERATORS):
-                generators.append((value, path))
+                stream = f"{owner} {len(self.held) - num_held}".encode()
+                steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
+                place = "".join((owner, *steps))
+                self.held.append(HeldGenerator(value, stream, _seeder_of(value), place))
             elif is_transform and start == 0:
                 self.transforms.append(value)
             elements = list(itertools.islice(_elements(value), start, start + _CHUNK_ELEMENTS))
@@ -109,12 +117,11 @@ class Search:
                     "the collate_fn are not seeded. Keep them in attributes of the dataset.",
                     _MAX_VISITS,
                 )
-                return generators
-            if not queue and len(generators) + len(self.transforms) > num_before:
-                num_before = len(generators) + len(self.transforms)
+                return
+            if not queue and (found := len(self.held) - num_held + len(self.transforms)) > num_before:
+                num_before = found
                 queue.extend(long)
                 long = []
-        return generators
 
 
 # --- what the search passes over ---------------------------------------------------------------------------
@@ -188,20 +195,9 @@ class HeldGenerator(NamedTuple):
     path: str
 
 
-def held_generators(search: Search) -> list[HeldGenerator]:
-    """Describe the generators that a search has found."""
-    descriptions = []
-    for owner, generators in (("dataset", search.of_dataset), ("collate_fn", search.of_collate)):
-        for position, (generator, path) in enumerate(generators):
-            steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
-            stream, place = f"{owner} {position}".encode(), "".join((owner, *steps))
-            descriptions.append(HeldGenerator(generator, stream, _seeder_of(generator), place))
-    return descriptions
-
-
 def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
     """Warn if the dataset or the collate_fn holds generators that `seeding="sample"` does not seed."""
-    for described in held_generators(Search(dataset, collate_fn)):
+    for described in Search(dataset, collate_fn).held:
         if described.seed is None:
             say_once(
                 f'seeding="sample" does not seed {described.path}, {described.generator!r:.80}: what it '

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, MapDataPipe, Subset
 
-from fastload.rng.entry_points import RandomSource, ThreadState, set_worker_source, swap_state
+from fastload.rng.entry_points import THREAD, RandomSource, Streams, set_worker_source
 from fastload.rng.generators import (
     LIBRARY_GENERATORS,
     Search,
-    held_generators,
     number,
     pcg64_state,
 )
@@ -68,8 +67,7 @@ class SampleSeeder(RandomSource):
     ) -> None:
         super().__init__()
         self.locks = role == "thread"
-        generators = held_generators(Search(dataset, collate_fn))
-        self._seedable = [described for described in generators if described.seed is not None]
+        self._seedable = Search(dataset, collate_fn).seedable
         self._shared = [described.generator for described in self._seedable]
         # Of random, torch and numpy: the order of `begin`.
         self._seed_libraries: tuple[Callable[[int], object], ...] = ()
@@ -83,7 +81,7 @@ class SampleSeeder(RandomSource):
         self._is_state_set = False  # for this sample
         self._digest = b""  # of the sample's key
         self._generator: np.random.Generator | None = None  # once requested
-        self._outer: tuple[SampleSeeder | None, ThreadState] = None, ThreadState()
+        self._outside: tuple[SampleSeeder | None, Streams] = None, THREAD.streams
         self._scope = RngScope(self._shared) if role == "local" else None
         if role != "local":
             set_worker_source(self, is_thread=role == "thread")
@@ -133,9 +131,10 @@ class SampleSeeder(RandomSource):
             self._scope.__enter__()
         if _current.seeder is not self:
             # A dataset being read for a sample can itself iterate over a loader.
-            state = ThreadState(self)
-            self._outer = _current.seeder, swap_state(state) if self._scope is not None else ThreadState()
+            self._outside = _current.seeder, THREAD.streams
             _current.seeder = self
+            if self._scope is not None:
+                THREAD.streams = Streams(self)
         self._digest = digest = key.digest()
         self._generator = None
         python_seed, numpy_seed, torch_seed = _SEEDS.unpack_from(digest)
@@ -153,9 +152,9 @@ class SampleSeeder(RandomSource):
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.seeder is self:
-            _current.seeder, state = self._outer
+            _current.seeder, outside = self._outside
             if self._scope is not None:
-                swap_state(state)
+                THREAD.streams = outside
         if self._scope is not None:
             self._scope.__exit__()
 

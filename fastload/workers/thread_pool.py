@@ -26,7 +26,7 @@ import torch
 from fastload.batch.packing import nbytes_of
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
-from fastload.rng.generators import Search, held_generators
+from fastload.rng.generators import Search
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
@@ -211,9 +211,7 @@ def copies_for_threads(
     search = Search(dataset, collate_fn)
     random_ones = search.transforms
     if with_generators:
-        random_ones += [
-            described.generator for described in held_generators(search) if described.seed is not None
-        ]
+        random_ones += [described.generator for described in search.seedable]
     holders = search.holding(random_ones)
     copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
     return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.utils.data as tud
 
-from fastload import DataLoader, seed_worker
+from fastload import CachedDataset, DataLoader, seed_worker
 from fastload.rng.entry_points import RandomSource, seeded_by
 from fastload.rng.seeding import WorkerStreams
 from tests.kit.datasets import Made
@@ -141,6 +141,35 @@ def test_a_composition_with_a_call_of_its_own() -> None:
         apart = [[corner(A.RandomCrop(8, 8)) for _ in range(2)] for _ in range(2)]
 
     assert drawn == apart
+
+
+class Mosaic:
+    """Each sample: a random crop of an image that the pipeline reads from another, cached dataset."""
+
+    def __init__(self, cached: Any) -> None:
+        self.cached = cached
+        self.pipeline = A.Compose([A.Lambda(image=self._read), A.RandomCrop(2, 2)])
+
+    def _read(self, image: Any, **_: Any) -> Any:
+        return self.cached[int(image[0, 0, 0])]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline(image=np.full((1, 1, 3), index, np.uint8))["image"]
+
+
+@pytest.mark.filterwarnings("ignore:Using lambda")
+def test_a_pipeline_draws_the_same_beside_an_empty_and_a_full_cache() -> None:
+    """Where it reads from a cache, the draws of the cached dataset's own pipeline are not its draws."""
+    always = A.Compose([A.Compose([A.Transpose(p=1)])])  # throws coins that decide nothing
+    image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    empty, full = (CachedDataset(Made(lambda _: always(image=image)["image"], 8), cache="ram") for _ in "ab")
+    full.fill(num_workers=0, progress=False)
+
+    epochs = [run(Mosaic(cached)) for cached in (empty, full)]
+    assert epochs[0] == epochs[1]
 
 
 def test_a_replay_is_what_was_drawn() -> None:

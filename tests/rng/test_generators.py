@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fastload import CachedDataset
 from fastload.rng import generators
-from fastload.rng.generators import Search, held_generators
+from fastload.rng.generators import Search
 from tests.rng.draws_zoo import Randomizable
 
 
@@ -75,7 +75,7 @@ HOLDERS = {
 
 
 def found_in(root: Any) -> list[Any]:
-    return [held.generator for held in held_generators(Search(root))]
+    return [held.generator for held in Search(root).held]
 
 
 @pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS.keys())

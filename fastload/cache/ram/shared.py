@@ -24,7 +24,7 @@ import logging
 import struct
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -115,6 +115,7 @@ class SharedMemoryCache(SampleCache):
         if plan.spec is not None:
             self.layout, self.capacity = "uniform", plan.rows
             if not arena.is_full:
+                segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
                 self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, arena.memory)
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
