@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 from fastload.readers.patch import Patch, thread
-from fastload.readers.torchvision_io import memory_of
+from fastload.readers.results import memory_of
 from fastload.system.torch_private import has_hooks_or_modes, plain_tensor, pytree
 
 if TYPE_CHECKING:

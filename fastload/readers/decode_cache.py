@@ -25,6 +25,7 @@ import numpy as np
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
 from fastload.readers.resizes import Resizes
+from fastload.readers.results import pack, unpack
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 
@@ -185,8 +186,6 @@ class DecodeCache:
         *,
         where: Any,
         source: Any,
-        pack: Callable[[Any], Packed | None] | None = None,
-        unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
     ) -> Any:
         """What ``decode`` returns, with memory of its own that the caller can write to.
 
@@ -197,13 +196,10 @@ class DecodeCache:
             decode: The library's own function.
             where: The path or other source, for errors.
             source: As for `known_as`; a store on disk finds no file without it.
-            pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
-            unpack: Makes a result of what `pack` returned, with memory of its own.
         """
-        pack, unpack = pack or pack_array, unpack or unpack_array
         identity = identify()
         known = self.known_as(identity, source)
-        key = None if isinstance(known, Unknown) else digest(kind, known.parts, arguments)
+        key = None if isinstance(known, Unknown) else digest("result", kind, known.parts, arguments)
         if key is None:
             self.missed(known if isinstance(known, Unknown) else UNUSUAL)
             return decode()
@@ -250,25 +246,6 @@ class DecodeCache:
             and decoded.tobytes() == stored.tobytes()  # NaN equals itself, and arrays have any layout
         ):
             raise DecodeMismatchError(where)
-
-
-Packed = tuple["npt.NDArray[Any]", Any]
-
-
-def pack_array(result: Any) -> Packed | None:
-    """A plain array in the order of C, and whether the result is its transpose; None for other results."""
-    if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
-        return None
-    flags = result.flags
-    if not flags.writeable or not flags.forc or not result.size:
-        return None
-    return (result, False) if flags.c_contiguous else (result.T, True)
-
-
-def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[Any]:
-    """A copy of what `pack_array` returned, as the result was."""
-    copy = stored.copy()
-    return copy.T if is_transposed else copy
 
 
 class _Thread(threading.local):
