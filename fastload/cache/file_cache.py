@@ -14,8 +14,12 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+<<<<<<< HEAD
 from fastload.augmentation.ends import ENDS
 from fastload.cache.decoded_files import DecodedFiles
+=======
+from fastload.augmentation import ends
+>>>>>>> b815c728 (Let Pillow's own methods work on lazy images, and meet libraries by a call instead of a block)
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.store import SharedStore, Use, open_store
@@ -28,8 +32,6 @@ from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_LIBRARIES = {**patches.READERS, **ENDS}
 
 
 class FileCache:
@@ -90,7 +92,8 @@ class FileCache:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
-        with patches.installed(_LIBRARIES), self._decode_cache.active():
+        patches.meet()
+        with ends.met() or contextlib.nullcontext(), self._decode_cache.active():
             yield
 
     def read_for_good(self) -> None:
