@@ -14,12 +14,8 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-<<<<<<< HEAD
-from fastload.augmentation.ends import ENDS
-from fastload.cache.decoded_files import DecodedFiles
-=======
 from fastload.augmentation import ends
->>>>>>> b815c728 (Let Pillow's own methods work on lazy images, and meet libraries by a call instead of a block)
+from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.store import SharedStore, Use, open_store
