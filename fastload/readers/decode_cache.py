@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
 
@@ -48,6 +49,9 @@ LEARNING = "resized first, which may not repeat"
 UNCOMPRESSED = "uncompressed, or spread over several files"
 CUT = "cut off, and filled up by the decoder"
 _SOME_UNSTEADY = digest(UNSTEADY) or b""
+
+
+C = TypeVar("C", "DecodeCache", None)
 
 
 class Stored(NamedTuple):
@@ -110,15 +114,9 @@ class DecodeCache:
         self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks
         self._some_unsteady[0] = store.get(_SOME_UNSTEADY) is not None
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[DecodeCache]:
+    def active(self) -> AbstractContextManager[DecodeCache]:
         """Let readers in this thread use the cache."""
-        before, _thread.cache = current(), self
-        try:
-            yield self
-        finally:
-            _thread.cache = before
-            _call_deferred()
+        return _using(self)
 
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
@@ -126,11 +124,9 @@ class DecodeCache:
         cache_counts.hits += stored is not None
         return stored
 
-    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
+    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> None:
         """Store what was decoded; the array is copied. Counts a miss."""
-        is_stored = self.store.put(key, array, note)
-        self.missed(NEW if is_stored else self.full_reason)
-        return is_stored
+        self.missed(NEW if self.store.put(key, array, note) else self.full_reason)
 
     def missed(self, reason: Unknown | str) -> None:
         """Count that something was decoded and not stored."""
@@ -282,15 +278,20 @@ def current() -> DecodeCache | None:
     return _thread.cache
 
 
-@contextlib.contextmanager
-def inactive() -> Iterator[None]:
+def inactive() -> AbstractContextManager[None]:
     """Let nothing be remembered in this thread."""
-    before = current()
-    _thread.cache = None
+    return _using(None)
+
+
+@contextlib.contextmanager
+def _using(cache: C) -> Iterator[C]:
+    before, _thread.cache = _thread.cache, cache
     try:
-        yield
+        yield cache
     finally:
         _thread.cache = before
+        if before is None:
+            _call_deferred()
 
 
 def verify_share_of_environment() -> float:

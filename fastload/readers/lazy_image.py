@@ -62,14 +62,14 @@ class LazyCore:
     def pixels(self) -> Pixels | None:
         """What is stored of it, if there is no real core."""
         source = self.source
-        return None if source is None else source.pixels
+        return source.pixels if isinstance(source, Original) else source
 
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
         source = self.source
         if source is None:
             return self.real.copy()
-        return LazyCore(self.mode, self.size, source.copy())
+        return LazyCore(self.mode, self.size, source.copy() if isinstance(source, Original) else source)
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy if the rectangle is inside, and the pixels are stored."""
