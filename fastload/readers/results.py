@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 _BLOCK = "\0block"  # begins the tuple that stands for an array or a tensor in a note
 
 
-def pack(result: Any) -> tuple[Bytes, Any] | None:
-    """The bytes of all arrays in a result, `(n,) uint8`, and a note of plain values; None for others."""
+def pack(result: Any) -> tuple[npt.NDArray[Any], Any] | None:
+    """The bytes of all arrays in a result, `(n,) uint8`, and a note of plain values; None for others.
+
+    An ordinary array needs no note, and is returned itself.
+    """
     blocks: list[Bytes] = []
     try:
+        if type(result) is np.ndarray and result.flags.carray and result.size:
+            return _checked(result), None
         note = map_leaves(result, partial(_laid, blocks))
     except (TypeError, RecursionError):  # a value of another type; a container in itself
         return None
@@ -37,8 +42,10 @@ def pack(result: Any) -> tuple[Bytes, Any] | None:
     return (blocks[0] if len(blocks) == 1 else np.concatenate(blocks)), note
 
 
-def unpack(memory: Bytes, note: Any) -> Any:
+def unpack(memory: npt.NDArray[Any], note: Any) -> Any:
     """A result like the one that `pack` was given."""
+    if note is None:
+        return memory.copy()
     restore = partial(_restored, memory)
     return restore(note) if _is_block(note) else map_leaves(note, restore, _is_block)
 
@@ -64,9 +71,7 @@ def _laid(blocks: list[Bytes], value: Any) -> Any:
         block, dtype, origin, is_writable = _memory_of_plain(value), str(value.dtype)[6:], 0, True
         shape, strides = tuple(value.shape), value.stride()
     elif kind is np.ndarray or (isinstance(value, np.generic) and kind is value.dtype.type):
-        array = np.asarray(value)
-        if array.dtype.hasobject or array.dtype.names is not None or np.dtype(array.dtype.str) != array.dtype:
-            raise TypeError("an array of objects or fields")
+        array = _checked(np.asarray(value))
         dtype, shape, strides, is_writable = (
             array.dtype.str,
             array.shape,
@@ -83,6 +88,12 @@ def _laid(blocks: list[Bytes], value: Any) -> Any:
     start = sum(map(len, blocks))
     blocks.append(block)
     return _BLOCK, kind.__name__, dtype, shape, strides, start, len(block), origin, is_writable
+
+
+def _checked(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.dtype.hasobject or array.dtype.names is not None or np.dtype(array.dtype.str) != array.dtype:
+        raise TypeError("an array of objects or fields")
+    return array
 
 
 def _restored(memory: Bytes, note: Any) -> Any:
