@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (2032, 1150),
     "batch": (1494, 800),
     "cache": (5552, 2600),
-    "readers": (1935, 1200),
+    "readers": (1792, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),
     "nested": (706, 620),
