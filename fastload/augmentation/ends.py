@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 from fastload.readers import patches
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
-# As `patches.READERS`.
-ENDS = {
-    "torchvision.transforms": "fastload.augmentation.torchvision_end",
-    "torchvision.transforms.v2": "fastload.augmentation.torchvision_end:patches_of_v2",
-}
-_met = patches.installed(ENDS)
+_V1, _V2 = "torchvision.transforms", "torchvision.transforms.v2"
+_ENDS = {_V1: f"{__name__}:patches_of_v1", _V2: f"{__name__}:patches_of_v2"}
 
 
-def met() -> AbstractContextManager[None] | None:
-    """Meet the libraries of the ends during a fetch; None: none of them is imported."""
-    return _met if "torchvision.transforms" in sys.modules else None
+class _Fetches(threading.local):
+    """Those that the current thread is in, one within another; used as a block around each."""
+
+    number = 0
+
+    def __enter__(self) -> None:
+        patches.meet(_ENDS)
+        self.number += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.number -= 1
+
+
+_fetches = _Fetches()
+
+
+def met() -> _Fetches | None:
+    """Meet the ends during a fetch, as a block; None: there are none, because torchvision is not imported."""
+    return _fetches if _V1 in sys.modules else None
+
+
+def patches_of_v1() -> list[Patch]:
+    """What is replaced in torchvision.transforms."""
+    return [Patch(sys.modules[_V1].Compose, "__call__", _composing, _is_fetching)] * _is_on()
+
+
+def patches_of_v2() -> list[Patch]:
+    """What is replaced in torchvision.transforms.v2."""
+    return [Patch(sys.modules[_V2].Compose, "forward", _composing, _is_fetching)] * _is_on()
+
+
+def _is_on() -> bool:
+    return os.environ.get("FASTLOAD_FUSE") != "off"
+
+
+def _is_fetching(_: Any) -> bool:
+    return _fetches.number > 0
+
+
+def _composing(real: Callable[..., Any]) -> Callable[..., Any]:
+    from fastload.augmentation.torchvision_end import composed
+
+    takes_several = real.__name__ == "forward"  # v2's
+
+    def call(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if kwargs or not self.transforms or not (len(inputs) == 1 or (inputs and takes_several)):
+            return real(self, *inputs, **kwargs)
+        return composed(self.transforms, *inputs)
+
+    return call

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +27,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fastload.readers.patch import Patch, thread
-from fastload.readers.torchvision_io import memory_of
+from fastload.readers.results import memory_of
 from fastload.system.torch_private import has_hooks_or_modes, plain_tensor, pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -46,37 +44,7 @@ _NUM_LEVELS = 256
 _TINY, _MAX = 1e-37, 2.0**53  # beyond, torch and NumPy can make other floats of a number
 
 
-def _is_on() -> bool:
-    return os.environ.get("FASTLOAD_FUSE") != "off"
-
-
-def patches() -> list[Patch]:
-    """What is replaced in torchvision.transforms."""
-    return [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)] if _is_on() else []
-
-
-def patches_of_v2() -> list[Patch]:
-    """What is replaced in torchvision.transforms.v2."""
-    return [Patch(sys.modules[_V2].Compose, "forward", _of_v2)] if _is_on() else []
-
-
-def _of_v1(real: Callable[..., Any]) -> Callable[..., Any]:
-    def call(self: Any, img: Any) -> Any:  # the names are v1's
-        return _composed(self.transforms, img) if thread.num_fetches else real(self, img)
-
-    return call
-
-
-def _of_v2(real: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: Any, *inputs: Any) -> Any:
-        if not thread.num_fetches or not inputs or not self.transforms:
-            return real(self, *inputs)
-        return _composed(self.transforms, *inputs)
-
-    return forward
-
-
-def _composed(steps: Any, *inputs: Any) -> Any:
+def composed(steps: Any, *inputs: Any) -> Any:
     """What the steps make of one or several values, one after another."""
     are_several = len(inputs) > 1
     value = inputs if are_several else inputs[0]

@@ -14,7 +14,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from fastload.augmentation.ends import ENDS
+from fastload.augmentation import ends
 from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.ram.arena import reserve_bytes
@@ -28,8 +28,6 @@ from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_LIBRARIES = {**patches.READERS, **ENDS}
 
 
 class FileCache:
@@ -90,7 +88,8 @@ class FileCache:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
-        with patches.installed(_LIBRARIES), self._decode_cache.active():
+        patches.meet()
+        with ends.met() or contextlib.nullcontext(), self._decode_cache.active():
             yield
 
     def read_for_good(self) -> None:

@@ -18,18 +18,20 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
 from fastload.readers.resizes import Resizes
+from fastload.readers.results import pack, unpack
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     import numpy.typing as npt
 
@@ -47,6 +49,9 @@ LEARNING = "resized first, which may not repeat"
 UNCOMPRESSED = "uncompressed, or spread over several files"
 CUT = "cut off, and filled up by the decoder"
 _SOME_UNSTEADY = digest(UNSTEADY) or b""
+
+
+C = TypeVar("C", "DecodeCache", None)
 
 
 class Stored(NamedTuple):
@@ -109,15 +114,9 @@ class DecodeCache:
         self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks
         self._some_unsteady[0] = store.get(_SOME_UNSTEADY) is not None
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[DecodeCache]:
+    def active(self) -> AbstractContextManager[DecodeCache]:
         """Let readers in this thread use the cache."""
-        before, _thread.cache = current(), self
-        try:
-            yield self
-        finally:
-            _thread.cache = before
-            _call_deferred()
+        return _using(self)
 
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
@@ -125,11 +124,9 @@ class DecodeCache:
         cache_counts.hits += stored is not None
         return stored
 
-    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
+    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> None:
         """Store what was decoded; the array is copied. Counts a miss."""
-        is_stored = self.store.put(key, array, note)
-        self.missed(NEW if is_stored else self.full_reason)
-        return is_stored
+        self.missed(NEW if self.store.put(key, array, note) else self.full_reason)
 
     def missed(self, reason: Unknown | str) -> None:
         """Count that something was decoded and not stored."""
@@ -185,8 +182,6 @@ class DecodeCache:
         *,
         where: Any,
         source: Any,
-        pack: Callable[[Any], Packed | None] | None = None,
-        unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
     ) -> Any:
         """What ``decode`` returns, with memory of its own that the caller can write to.
 
@@ -197,13 +192,10 @@ class DecodeCache:
             decode: The library's own function.
             where: The path or other source, for errors.
             source: As for `known_as`; a store on disk finds no file without it.
-            pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
-            unpack: Makes a result of what `pack` returned, with memory of its own.
         """
-        pack, unpack = pack or pack_array, unpack or unpack_array
         identity = identify()
         known = self.known_as(identity, source)
-        key = None if isinstance(known, Unknown) else digest(kind, known.parts, arguments)
+        key = None if isinstance(known, Unknown) else digest("result", kind, known.parts, arguments)
         if key is None:
             self.missed(known if isinstance(known, Unknown) else UNUSUAL)
             return decode()
@@ -252,25 +244,6 @@ class DecodeCache:
             raise DecodeMismatchError(where)
 
 
-Packed = tuple["npt.NDArray[Any]", Any]
-
-
-def pack_array(result: Any) -> Packed | None:
-    """A plain array in the order of C, and whether the result is its transpose; None for other results."""
-    if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
-        return None
-    flags = result.flags
-    if not flags.writeable or not flags.forc or not result.size:
-        return None
-    return (result, False) if flags.c_contiguous else (result.T, True)
-
-
-def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[Any]:
-    """A copy of what `pack_array` returned, as the result was."""
-    copy = stored.copy()
-    return copy.T if is_transposed else copy
-
-
 class _Thread(threading.local):
     cache: DecodeCache | None = None
     may_keep = True
@@ -305,15 +278,20 @@ def current() -> DecodeCache | None:
     return _thread.cache
 
 
-@contextlib.contextmanager
-def inactive() -> Iterator[None]:
+def inactive() -> AbstractContextManager[None]:
     """Let nothing be remembered in this thread."""
-    before = current()
-    _thread.cache = None
+    return _using(None)
+
+
+@contextlib.contextmanager
+def _using(cache: C) -> Iterator[C]:
+    before, _thread.cache = _thread.cache, cache
     try:
-        yield
+        yield cache
     finally:
         _thread.cache = before
+        if before is None:
+            _call_deferred()
 
 
 def verify_share_of_environment() -> float:

@@ -2,8 +2,8 @@
 
 A lazy image is exactly what Pillow would have made, of the same class and with the same attributes; only its
 core, `_im`, is a `LazyCore`. Whatever asks for the core by Pillow's property `im` gets a real one, made then.
-`copy`, `crop`, `convert` to the same mode, and `tobytes` (so `numpy.asarray`, and pickle) do without it:
-Pillow's own methods run on a `_View` of the image, which shows them the lazy core. Rules:
+`copy`, `crop`, `convert` to the same mode, and resizes do without it: Pillow's own methods run on a `_View`
+of the image, which shows them the lazy core. So does `tobytes` (and `numpy.asarray`, and pickle). Rules:
 
 1. What leaves the store is a private copy. A lazy core refers to the store's memory, which lives as long.
 2. A lazy core makes one real core, which all threads get, and stays in its image: nothing is exchanged.
@@ -12,7 +12,6 @@ Pillow's own methods run on a `_View` of the image, which shows them the lazy co
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -23,9 +22,6 @@ from fastload.readers.sources import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-_NUMBERS = frozenset({int, float})
 
 
 def _is_size(size: Any) -> bool:
@@ -63,22 +59,17 @@ class LazyCore:
         return attributes["_real"]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether these are all pixels of a file, and there is no real core."""
-        return type(self.source) is Original
-
-    @property
     def pixels(self) -> Pixels | None:
         """What is stored of it, if there is no real core."""
         source = self.source
-        return None if source is None else source.pixels
+        return source.pixels if isinstance(source, Original) else source
 
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
         source = self.source
         if source is None:
             return self.real.copy()
-        return LazyCore(self.mode, self.size, source.copy())
+        return LazyCore(self.mode, self.size, source.copy() if isinstance(source, Original) else source)
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy if the rectangle is inside, and the pixels are stored."""
@@ -168,81 +159,25 @@ def is_possible() -> bool:
 def patches() -> list[Patch]:
     """The methods of all images that need no core."""
     _install_im()
-    wraps = {
-        **dict.fromkeys(("resize", "reduce"), _on_view),
-        "convert": _convert,
-        "copy": _copy,
-        "crop": _crop,
-        "tobytes": _tobytes,
-    }
-    return [Patch(Image.Image, name, wrap) for name, wrap in wraps.items()]
+    names = ("convert", "copy", "crop", "reduce", "resize")
+    methods = [Patch(Image.Image, name, _on_view, is_lazy) for name in names]
+    return [*methods, Patch(Image.Image, "tobytes", _tobytes, is_lazy)]
 
 
-class LazyMethod:
-    """A method that is another one for images that could be lazy.
-
-    For all others, and as an attribute of the class, it is Pillow's own, so a dataset that holds Pillow's
-    function can be pickled.
-    """
-
-    def __init__(self, real: Callable[..., Any], lazy: Callable[..., Any]) -> None:
-        self._real = real
-        self._lazy = lazy
-
-    def __get__(self, image: Any, owner: Any = None) -> Any:
-        if image is None:
-            return self._real
-        attributes = image.__dict__
-        if type(attributes.get("_im")) is LazyCore or OPENED in attributes:
-            return MethodType(self._lazy, image)
-        return MethodType(self._real, image)
+def is_lazy(image: Any) -> bool:
+    """Whether an image has a lazy core, or could have one once it is loaded."""
+    attributes = image.__dict__
+    return type(attributes.get("_im")) is LazyCore or OPENED in attributes
 
 
-def _on_view(real: Callable[..., Any]) -> LazyMethod:
+def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        core = self._im  # that of a crop has no use for arguments
-        is_whole = type(core) is not LazyCore or core.is_whole
-        return real(_View.of(self) if is_whole and _is_pillows(self) else self, *args, **kwargs)
+        return real(_View.of(self) if _is_pillows(self) else self, *args, **kwargs)
 
-    return LazyMethod(real, method)
+    return method
 
 
-def _copy(real: Callable[..., Any]) -> LazyMethod:
-    def copy(self: Any) -> Any:
-        core = lazy_core(self) if _is_pillows(self) else None
-        return real(self) if core is None else self._new(core.copy())
-
-    return LazyMethod(real, copy)
-
-
-def _convert(real: Callable[..., Any]) -> LazyMethod:
-    def convert(self: Any, mode: Any = None, matrix: Any = None, *args: Any, **kwargs: Any) -> Any:
-        is_copy = matrix is None and (mode is None or (type(mode) is str and mode == self.mode))
-        core = lazy_core(self) if is_copy and _is_pillows(self) else None
-        if core is None or core.mode != (mode or core.mode):
-            return real(self, mode, matrix, *args, **kwargs)
-        return self._new(core.copy())
-
-    return LazyMethod(real, convert)
-
-
-def _crop(real: Callable[..., Any]) -> LazyMethod:
-    def crop(self: Any, box: Any = None) -> Any:
-        core = lazy_core(self) if _is_inside(box, self.size) and _is_pillows(self) else None
-        return real(self, box) if core is None else self._new(self._crop(core, box))
-
-    return LazyMethod(real, crop)
-
-
-def _is_inside(box: Any, size: tuple[int, int]) -> bool:
-    """Whether it is a part of an image."""
-    if type(box) is not tuple or len(box) != 4 or not {*map(type, box)} <= _NUMBERS:
-        return False
-    left, upper, right, lower = box
-    return bool(0 <= left < right <= size[0] and 0 <= upper < lower <= size[1])
-
-
-def _tobytes(real: Callable[..., Any]) -> LazyMethod:
+def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
     def tobytes(self: Any, encoder_name: Any = "raw", *args: Any) -> Any:
         if encoder_name == "raw" and not args:
             core = lazy_core(self)
@@ -252,7 +187,7 @@ def _tobytes(real: Callable[..., Any]) -> LazyMethod:
                 return content
         return real(self, encoder_name, *args)
 
-    return LazyMethod(real, tobytes)
+    return tobytes
 
 
 def _install_im() -> None:

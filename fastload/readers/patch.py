@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import threading
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,19 +16,6 @@ if TYPE_CHECKING:
 OPENED = "_fastload"  # the attribute of an image of Pillow's that is opened, and can be loaded from a cache
 
 
-class _Thread(threading.local):
-    """What the current thread does.
-
-    Attributes:
-        num_fetches: How many fetches it is in, one within another.
-    """
-
-    num_fetches = 0
-
-
-thread = _Thread()
-
-
 @dataclass(eq=False)
 class Patch:
     """An attribute to replace.
@@ -38,11 +24,13 @@ class Patch:
         owner: The module, class or other object that has it.
         name: Its name.
         wrap: Makes the wrapper from the original.
+        is_for: Of a method: the objects that it is for; None: all.
     """
 
     owner: Any
     name: str
     wrap: Callable[[Any], Any]
+    is_for: Callable[[Any], bool] | None = None
     _num_held: int = sys.maxsize  # references to the original when an object was last found to have it
 
     @functools.cached_property
@@ -60,11 +48,7 @@ class Patch:
         """What takes its place."""
         wrapper = self.wrap(self.original)
         if isinstance(self.owner, type):
-            return (
-                wrapper
-                if hasattr(wrapper, "__get__") and not callable(wrapper)
-                else Method(functools.wraps(self.original)(wrapper), self.original)
-            )
+            return Method(functools.wraps(self.original)(wrapper), self.original, self.is_for)
         return _Function(wrapper, self.original)
 
     @functools.cached_property
@@ -129,13 +113,18 @@ def _referrers(value: Any) -> list[Any]:
 
 
 class Method:
-    """A method of a class; as an attribute of the class, it is the original."""
+    """A method of some objects of a class; of others, and as an attribute of it, it is the original."""
 
-    def __init__(self, method: Callable[..., Any], original: Any) -> None:
-        self._method, self._original = method, original
+    def __init__(
+        self, method: Callable[..., Any], original: Any, is_for: Callable[[Any], bool] | None = None
+    ) -> None:
+        self._method, self._original, self._is_for = method, original, is_for
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self._original if instance is None else MethodType(self._method, instance)
+        if instance is None:
+            return self._original
+        is_met = self._is_for is None or self._is_for(instance)
+        return MethodType(self._method if is_met else self._original, instance)
 
 
 class _Function:

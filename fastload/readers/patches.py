@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import os
 import pkgutil
 import sys
@@ -20,7 +21,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from fastload.readers.patch import thread
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -50,18 +50,10 @@ class _Patches:
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a handler of a signal can close a loader at any time
         self.by_library: dict[str, list[Patch]] = {}
-        self.num_fetches = 0
         self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def meet(self, readers: Mapping[str, str]) -> list[Patch]:
-        """Meet those of the libraries that were imported since the last time.
-
-        Args:
-            readers: As `READERS`.
-
-        Returns:
-            What to replace in all of them.
-        """
+    def found(self, readers: Mapping[str, str]) -> list[Patch]:
+        """What to replace in those of the libraries that were imported until now."""
         for library in readers:
             if library in self.by_library or not _is_imported(library):
                 continue
@@ -74,17 +66,8 @@ class _Patches:
         return [patch for library in readers for patch in self.by_library.get(library, ())]
 
     def put(self, readers: Mapping[str, str]) -> None:
-        for patch in self.meet(readers):
+        for patch in self.found(readers):
             patch.put()
-
-    def count_fetch(self, change: int) -> None:
-        self.num_fetches += change
-        thread.num_fetches += change
-
-    def take_away(self) -> None:
-        for patches in self.by_library.values():
-            for patch in patches:
-                patch.take_away()
 
     def before_fork(self) -> None:
         """Meet what was imported since, before a worker freezes objects, so that `gc` finds none of them."""
@@ -92,37 +75,24 @@ class _Patches:
             with self.lock:
                 self.put(READERS)
 
-    def after_fork(self) -> None:
-        """In a child, only the thread that forked can be fetching."""
-        self.lock = threading.RLock()
-        self.num_fetches = thread.num_fetches
-
 
 _patches = _Patches()
 if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(before=_patches.before_fork, after_in_child=_patches.after_fork)
+    os.register_at_fork(
+        before=_patches.before_fork, after_in_child=lambda: setattr(_patches, "lock", threading.RLock())
+    )
 
 
-class installed:  # noqa: N801  # a block, used as a function; a generator would take twice as long
-    """Meet libraries during a fetch, by default those of `READERS`; it can be entered again and again."""
-
-    def __init__(self, readers: Mapping[str, str] | None = None) -> None:
-        self._readers = READERS if readers is None else readers
-
-    def __enter__(self) -> None:
-        with _patches.lock:
-            _patches.put(self._readers)
-            _patches.count_fetch(1)
-
-    def __exit__(self, *exc_info: object) -> None:
-        with _patches.lock:
-            _patches.count_fetch(-1)
+def meet(readers: Mapping[str, str] | None = None) -> None:
+    """Meet the libraries of a table, by default `READERS`, that were imported since; again and again."""
+    with _patches.lock:
+        _patches.put(READERS if readers is None else readers)
 
 
 def unmet() -> list[str]:
     """Functions and methods of imported libraries that are left alone, each with the reason."""
     with _patches.lock:
-        patches = _patches.meet(READERS)
+        patches = _patches.found(READERS)
     return [
         f"{patch.owner.__name__}.{patch.name} ({'an object holds it' if patch.is_held else 'replaced'})"
         for patch in patches
@@ -141,5 +111,6 @@ def release(cache: object) -> None:
     """A cache is closed; with the last one, classes are as they were."""
     with _patches.lock:
         _patches.caches.discard(cache)
-        if not _patches.caches and not _patches.num_fetches:
-            _patches.take_away()
+        if not _patches.caches:
+            for patch in itertools.chain(*_patches.by_library.values()):
+                patch.take_away()

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import io
 import operator
-import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -48,14 +47,13 @@ from fastload.readers.identity import (
     digest,
     facts_of_stream,
     identify_content,
-    identify_descriptor,
     identify_facts,
-    identify_stream,
+    identify_path,
     is_fresh,
     is_plain,
     is_shared,
 )
-from fastload.readers.lazy_image import LazyCore, LazyMethod, is_possible
+from fastload.readers.lazy_image import LazyCore, is_possible
 from fastload.readers.original import Original, key_of_result
 from fastload.readers.patch import OPENED, Patch
 from fastload.readers.sources import PIXEL_BYTES, Descriptor, Pixels, core_of
@@ -96,7 +94,7 @@ def patches() -> list[Patch]:
         return []
     _patches[:] = [
         Patch(ImageFile.ImageFile, "__init__", _remembering),
-        Patch(ImageFile.ImageFile, "load", _loading),
+        Patch(ImageFile.ImageFile, "load", _loading, lazy_image.is_lazy),
         *lazy_image.patches(),
     ]
     return _patches
@@ -112,7 +110,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
             return
         owner = next(base for base in cls.__mro__ if "load" in vars(base))
         if all(patch.owner is not owner for patch in _patches):
-            _patches.append(Patch(owner, "load", _loading))
+            _patches.append(Patch(owner, "load", _loading, lazy_image.is_lazy))
             _patches[-1].put()
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
@@ -122,7 +120,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _loading(real: Callable[..., Any]) -> LazyMethod:
+def _loading(real: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = vars(self).get(OPENED)
         if opened is None or opened.is_loading:
@@ -130,7 +128,7 @@ def _loading(real: Callable[..., Any]) -> LazyMethod:
         opened.load(self)
         return self.load(*args, **kwargs)  # without a cache now
 
-    return LazyMethod(real, load)
+    return load
 
 
 class _File:
@@ -151,28 +149,14 @@ class _File:
         descriptor = self.file.fileno()
         return Unknown.HELD if is_shared(descriptor) else identify_facts(facts, descriptor)
 
-    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
-        """Load the image, which may close the file; returns the identity of the file afterwards."""
-        if not is_closed:  # the caller's file: to close a duplicate would end its locks (see fcntl(2))
-            load()
-            return identify_stream(self.file)
-        try:
-            descriptor = os.dup(self.file.fileno())
-        except OSError:  # no descriptor is left
-            load()
-            return Unknown.UNREADABLE
-        try:
-            load()
-            return identify_descriptor(descriptor)
-        finally:
-            os.close(descriptor)
-
     def content(self) -> Callable[[], Content] | None:
         """What reads the file later, even if it is closed or deleted; None if that is not possible."""
-        if isinstance(self._facts, Unknown):
-            return None
         try:
-            return Descriptor.of(self.file.fileno(), self._facts).content
+            return (
+                None
+                if isinstance(self._facts, Unknown)
+                else Descriptor.of(self.file.fileno(), self._facts).content
+            )
         except OSError:  # no descriptor is left, or someone would lose a lock
             return None
 
@@ -183,21 +167,16 @@ class _Bytes:
     def __init__(self, file: io.BytesIO) -> None:
         self.file = file
         self._content = file.getvalue()
-        self._identity: Identity | Unknown | None = None
 
     def identity(self) -> Identity | Unknown:
         """That of the content, if it is the same as when it was opened."""
         if self.file.closed or self.file.getvalue() is not self._content:
             return Unknown.TOO_NEW
-        if self._identity is None:
-            self._identity = identify_content(self._content)
         return self._identity
 
-    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
-        """Load the image; returns the identity of the content before, which cannot change for Pillow."""
-        identity = self.identity()
-        load()
-        return identity
+    @functools.cached_property
+    def _identity(self) -> Identity | Unknown:
+        return identify_content(self._content)
 
     def content(self) -> Callable[[], Content]:
         """What reads the content later."""
@@ -275,8 +254,10 @@ class _Opened:
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
         with inactive(), _reads(image) as is_cut:
-            identity_after = self._source.decode(image.load, is_closed=image._exclusive_fp)
-        if identity_after != identity or is_cut:
+            image.load()
+        # Pillow may have closed a file of its own. A path identifies nothing by itself, but finds the file.
+        after = identify_path(image.filename) if image._exclusive_fp else self._source.identity()
+        if after != identity or is_cut:
             if stored is None:
                 cache.missed(CUT if is_cut else Unknown.TOO_NEW)
             return

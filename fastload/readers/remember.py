@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastload.readers import nest
 from fastload.readers.decode_cache import UNUSUAL, current, inactive
 from fastload.readers.identity import identify_content, identify_path
 
@@ -88,8 +87,6 @@ def remember(
                 partial(compute, *args, **kwargs),
                 where=source if of == "path" else f"bytes for {name}",
                 source=source,
-                pack=nest.pack,
-                unpack=nest.unpack,
             )
             return result
 

@@ -45,15 +45,6 @@ class Pixels(NamedTuple):
         """All pixels of an image."""
         return cls(mode, raw, size, memory, 0, size[0] * PIXEL_BYTES[raw])
 
-    def copy(self) -> Pixels:
-        """For a copy of the image: the same, which cannot change."""
-        return self
-
-    @property
-    def pixels(self) -> Pixels:
-        """These, as `Original.pixels`."""
-        return self
-
     def crop(self, left: int, upper: int, right: int, lower: int) -> Pixels:
         """A rectangle inside this one."""
         mode, raw, _, memory, offset, stride = self

@@ -10,17 +10,15 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import Identity, Unknown, identify_content
 from fastload.readers.patch import Patch
+from fastload.readers.results import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import numpy.typing as npt
 
 _DECODERS = ("decode_image", "decode_jpeg", "decode_png", "decode_gif", "decode_webp")
 
@@ -40,13 +38,8 @@ def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None or kwargs or not args or type(args[0]) is not torch.Tensor:
             return original(*args, **kwargs)
         data, *options = args
-        return cache.array(
-            *(kind, partial(_identify, data), (tuple(data.shape), *options), partial(original, *args)),
-            where="a tensor",
-            source=None,
-            pack=_pack,
-            unpack=_unpack,
-        )
+        key, decode_ = (tuple(data.shape), *options), partial(original, *args)
+        return cache.array(kind, partial(_identify, data), key, decode_, where="a tensor", source=None)
 
     return decode
 
@@ -54,35 +47,3 @@ def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _identify(data: torch.Tensor) -> Identity | Unknown:
     is_plain = data.device.type == "cpu" and data.dtype == torch.uint8 and data.layout == torch.strided
     return identify_content(memory_of(data)) if is_plain and data.is_contiguous() else Unknown.NOT_A_FILE
-
-
-def _pack(tensor: Any) -> tuple[npt.NDArray[Any], Any] | None:
-    """The memory of a tensor as it lies, and how to see it: decoders return (C, H, W) of (H, W, C)."""
-    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        return None
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes or tensor.untyped_storage().nbytes() != nbytes or tensor.requires_grad:
-        return None
-    return memory_of(tensor), (str(tensor.dtype), tuple(tensor.shape), tensor.stride())
-
-
-def _unpack(memory: npt.NDArray[Any], note: Any) -> torch.Tensor:
-    dtype, shape, stride = note
-    tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.split(".")[1]), device="cpu")
-    np.copyto(memory_of(tensor), memory)
-    return tensor
-
-
-class _Memory:
-    """The bytes of a tensor; its own `numpy()` would keep it from being resized later."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        nbytes = tensor.numel() * tensor.element_size()
-        data = tensor.data_ptr(), False
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": data}
-
-
-def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The bytes of a tensor without gaps, `(n,) uint8`, without a copy; it can still be resized later."""
-    return np.asarray(_Memory(tensor))

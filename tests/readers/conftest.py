@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 for library in ("cv2", "tifffile"):
     pytest.importorskip(library)
-with patches.installed():  # before tests hold their functions, which would then be left alone
-    pass
+patches.meet()  # before tests hold their functions, which would then be left alone
 
 
 @pytest.fixture
@@ -40,7 +39,8 @@ def store() -> DictStore:
 def cache(store: DictStore, settled: None) -> Iterator[DecodeCache]:
     """A cache over the store, active in this thread; each of its hits is decoded again and compared."""
     cache = DecodeCache(store, verify_share=1)
-    with patches.installed(), cache.active():
+    patches.meet()
+    with cache.active():
         yield cache
 
 

@@ -413,7 +413,8 @@ def test_images_that_are_kept_do_not_change(folder: Path, cache: str) -> None:
     decoded = DecodeCache(store_at(cache), verify_share=0)
     held: list[Any] = []
     for _ in range(2):
-        with patches.installed(), decoded.active():
+        patches.meet()
+        with decoded.active():
             held = [Image.open(path).convert("RGB") for path in paths * 3]
             parts = [image.crop((1, 2, 9, 10)) for image in held]
             copies = [image.copy() for image in held[::2]]

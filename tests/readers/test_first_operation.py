@@ -41,7 +41,8 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def active() -> Iterator[DictStore]:
     """A store that this thread uses."""
-    with patches.installed(), DecodeCache(store := DictStore(), verify_share=0.0).active():
+    patches.meet()
+    with DecodeCache(store := DictStore(), verify_share=0.0).active():
         yield store
 
 
@@ -141,7 +142,8 @@ def test_a_resize_that_repeats_is_stored(size_of: Any, active: DictStore) -> Non
 def test_the_end_of_an_epoch_decides(is_equal: bool) -> None:
     """A small dataset need not wait for 64 images: by what most of its resizes did."""
     contents = [photo(width) for width in range(40, 44)]
-    with patches.installed(), DecodeCache(store := DictStore(), verify_share=0.0).active() as cache:
+    patches.meet()
+    with DecodeCache(store := DictStore(), verify_share=0.0).active() as cache:
 
         def read() -> list[int]:
             for number, content in enumerate(contents):
@@ -190,11 +192,13 @@ def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
 def test_a_wrong_result_is_an_error() -> None:
     """With a share of 1, each remembered result is computed again."""
     content = photo()
-    with patches.installed(), DecodeCache(store := DictStore(), verify_share=1.0).active():
+    patches.meet()
+    with DecodeCache(store := DictStore(), verify_share=1.0).active():
         for _ in range(NUM_LEARNT + 4):
             opened(content).copy().resize((8, 8)).load()
         assert len(store.values) == 1
-    with patches.installed(), DecodeCache(store, verify_share=0.0).active() as cache:
+    patches.meet()
+    with DecodeCache(store, verify_share=0.0).active() as cache:
         for key, stored in store.values.items():
             store.values[key] = stored._replace(array=stored.array + np.uint8(1))
         image = opened(content).copy()
@@ -344,7 +348,9 @@ def test_images_that_are_kept_hold_few_files(tmp_path: Path) -> None:
     def num_open() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    with patches.installed(), DecodeCache(DictStore(), verify_share=0.0).active() as cache:
+    patches.meet()
+
+    with DecodeCache(DictStore(), verify_share=0.0).active() as cache:
         outcomes(paths, shorter)
         before = num_open()
         with cache.active():
@@ -411,7 +417,8 @@ def test_what_is_changed_before_its_first_use_is_stored_as_it_was(active: DictSt
 def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) -> None:
     """With a share of 1 a wrong result is found, and a right one stays."""
     paths, store = jpegs(tmp_path, NUM_FILES), DictStore()
-    with patches.installed(), DecodeCache(store, verify_share=1.0).active():
+    patches.meet()
+    with DecodeCache(store, verify_share=1.0).active():
         expected = outcomes(paths, shorter)
         assert outcomes(paths[NUM_LEARNT:], shorter) == expected[NUM_LEARNT:]
         for key, stored in store.values.items():
@@ -424,7 +431,8 @@ def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) ->
 def test_a_photograph_that_was_written_to_is_not_verified(has_its_old_time: bool, tmp_path: Path) -> None:
     """The stored result is that of the file as it was opened; there is nothing left to compare it with."""
     paths = jpegs(tmp_path, NUM_FILES)
-    with patches.installed(), DecodeCache(DictStore(), verify_share=1.0).active():
+    patches.meet()
+    with DecodeCache(DictStore(), verify_share=1.0).active():
         expected = outcomes(paths, shorter)
         image, times = torchvisions(paths[-1]), paths[-1].stat()
         content = paths[0].read_bytes() + bytes(4096)

@@ -247,8 +247,8 @@ def test_workers_remember_the_files_of_a_dataset_that_pickle_cannot_send(folder:
             image, number = super().__getitem__(index)
             return self.flip(image), number, self.read(str(self.paths[index]))[:16]
 
-    with patches.installed():
-        meanwhile = Local()
+    patches.meet()
+    meanwhile = Local()
     expected = [plain(batch) for batch in tud.DataLoader(Local(), 4)]
     options: Any = {"num_workers": 1, "multiprocessing_context": "forkserver", "cache": "ram"}
     for number, dataset in enumerate((Local(), meanwhile)):

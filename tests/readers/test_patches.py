@@ -37,8 +37,8 @@ ASARRAY = tifffile.TiffFile.asarray
 
 def _original(function: str) -> Any:
     """What a library has without us, such as "cv2.imread"."""
-    with patches.installed():
-        found = [each for library in patches._patches.by_library.values() for each in library]
+    patches.meet()
+    found = [each for library in patches._patches.by_library.values() for each in library]
     return next(
         each.original for each in found if f"{getattr(each.owner, '__name__', '')}.{each.name}" == function
     )
@@ -140,8 +140,8 @@ def test_what_a_program_sees_of_a_function_is_the_function(name: str) -> None:
     """Its names, texts, signature, kind, hash and attributes; pickled and copied, it is itself."""
     original, function = _original(name), pkgutil.resolve_name(name)
     assert function is not original
-    with patches.installed():
-        assert pkgutil.resolve_name(name) is function
+    patches.meet()
+    assert pkgutil.resolve_name(name) is function
     for look in (
         *(repr, hash, inspect.isbuiltin, inspect.isfunction, inspect.isroutine, inspect.getdoc),
         *map(operator.attrgetter, ("__name__", "__qualname__", "__module__", "__doc__", "__class__")),
@@ -186,43 +186,37 @@ def test_methods_stay_until_the_last_cache_is_closed() -> None:
     one, other = object_with_weakref(), object_with_weakref()
     patches.retain(one)
     patches.retain(other)
-    with patches.installed():
-        assert vars(tifffile.TiffFile)["asarray"] is not ASARRAY
     assert vars(tifffile.TiffFile)["asarray"] is not ASARRAY
     patches.release(one)
     assert vars(tifffile.TiffFile)["asarray"] is not ASARRAY
-    with patches.installed():
-        patches.release(other)
-        assert vars(tifffile.TiffFile)["asarray"] is not ASARRAY
-    patches.retain(one)
-    patches.release(one)
+    patches.release(other)
     assert vars(tifffile.TiffFile)["asarray"] is ASARRAY
 
 
 def test_without_a_cache_wrappers_do_what_the_original_does(path: str, tmp_path: Path) -> None:
     """Results and errors of a wrapper that is not active are the original's."""
-    with patches.installed():
-        assert np.array_equal(cv2.imread(path), IMREAD(path))
-        assert np.array_equal(cv2.imread(path, flags=0), IMREAD(path, 0))
-        assert cv2.imread.__doc__ == IMREAD.__doc__
-        assert cv2.imread.__name__ == "imread"
-        for arguments in ((), (3,), (path, "x"), (path, 1, 2, 3)):
-            with pytest.raises(Exception) as expected:  # noqa: PT011
-                IMREAD(*arguments)
-            with pytest.raises(type(expected.value)) as error:
-                cv2.imread(*arguments)
-            assert str(error.value) == str(expected.value)
-        assert inspect.signature(tifffile.TiffFile.asarray) == inspect.signature(ASARRAY)
+    patches.meet()
+    assert np.array_equal(cv2.imread(path), IMREAD(path))
+    assert np.array_equal(cv2.imread(path, flags=0), IMREAD(path, 0))
+    assert cv2.imread.__doc__ == IMREAD.__doc__
+    assert cv2.imread.__name__ == "imread"
+    for arguments in ((), (3,), (path, "x"), (path, 1, 2, 3)):
+        with pytest.raises(Exception) as expected:  # noqa: PT011
+            IMREAD(*arguments)
+        with pytest.raises(type(expected.value)) as error:
+            cv2.imread(*arguments)
+        assert str(error.value) == str(expected.value)
+    assert inspect.signature(tifffile.TiffFile.asarray) == inspect.signature(ASARRAY)
 
 
 def test_a_function_that_a_class_took_meanwhile_is_no_method(path: str) -> None:
     """A built-in function does not bind as the attribute of a class, nor does its wrapper."""
-    with patches.installed():
+    patches.meet()
 
-        class Loader:
-            load = cv2.imread
+    class Loader:
+        load = cv2.imread
 
-        assert np.array_equal(Loader().load(path), IMREAD(path))
+    assert np.array_equal(Loader().load(path), IMREAD(path))
     assert np.array_equal(Loader().load(path), IMREAD(path))
 
 
@@ -236,7 +230,8 @@ def test_what_other_code_replaced_before_is_left_alone(
 
     monkeypatch.setattr(cv2, "imread", imread)
     store = DictStore()
-    with patches.installed(), DecodeCache(store, verify_share=1).active():
+    patches.meet()
+    with DecodeCache(store, verify_share=1).active():
         assert cv2.imread is imread
         assert np.array_equal(cv2.imread(path), IMREAD(path))
         assert np.array_equal(cv2.imread(path), IMREAD(path))
@@ -246,15 +241,15 @@ def test_what_other_code_replaced_before_is_left_alone(
 
 def test_what_other_code_replaces_meanwhile_stays(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """A function that was put in place during a fetch is not taken away, and what it calls still works."""
-    with patches.installed():
-        wrapped = cv2.imread
-        monkeypatch.setattr(cv2, "imread", lambda *args: wrapped(*args))
-        theirs = cv2.imread
+    patches.meet()
+    wrapped = cv2.imread
+    monkeypatch.setattr(cv2, "imread", lambda *args: wrapped(*args))
+    theirs = cv2.imread
     assert cv2.imread is theirs
     for _ in range(2):
         assert np.array_equal(cv2.imread(path), IMREAD(path))
-        with patches.installed():
-            assert cv2.imread is theirs
+        patches.meet()
+        assert cv2.imread is theirs
 
 
 @pytest.mark.parametrize(("name", "is_met"), [("own", True), ("foreign", False), ("missing", False)])
@@ -284,8 +279,8 @@ def test_a_release_that_a_reader_does_not_know_is_no_error(
     monkeypatch.setattr(patches, "READERS", {"cv2": "broken_reader"})
     monkeypatch.setattr(patches._patches, "by_library", {})
     for _ in range(2):
-        with patches.installed():
-            assert patches._patches.by_library == {"cv2": []}
+        patches.meet()
+        assert patches._patches.by_library == {"cv2": []}
 
 
 def _in_child(work: Callable[[], bool]) -> bool:
@@ -313,7 +308,7 @@ def test_a_child_forked_while_the_libraries_are_met_does_not_wait() -> None:
     with patches._patches.lock:
 
         def work() -> bool:
-            with patches.installed():
-                return True
+            patches.meet()
+            return True
 
         assert _in_child(work)

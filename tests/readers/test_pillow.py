@@ -126,7 +126,8 @@ def content(name: str) -> bytes:
 @pytest.fixture
 def active() -> Iterator[DictStore]:
     """A store that this thread uses, with every hit decoded again."""
-    with patches.installed(), DecodeCache(store := DictStore(), verify_share=0.0).active():
+    patches.meet()
+    with DecodeCache(store := DictStore(), verify_share=0.0).active():
         yield store
 
 
@@ -337,7 +338,8 @@ def test_every_operation_after_a_stored_resize_is_as_in_pillow(name: str, tmp_pa
             continue  # Pillow 11 and 12 crash
         with inactive():
             expected = outcome(operation, way())
-        with patches.installed(), DecodeCache(DictStore(), 0.0, resizes_in(1)).active():
+        patches.meet()
+        with DecodeCache(DictStore(), 0.0, resizes_in(1)).active():
             way().resize((9, 9), Image.Resampling.BOX)
             for number in range(3):
                 assert outcome(operation, way()) == expected, f"{title}, round {number}, of {name}"
@@ -529,7 +531,8 @@ def test_a_hit_that_differs_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     path.write_bytes(content("png"))
     store = DictStore()
-    with patches.installed(), DecodeCache(store, verify_share=1.0).active():
+    patches.meet()
+    with DecodeCache(store, verify_share=1.0).active():
         for _ in range(3):
             np.asarray(Image.open(path))
         key, stored = next(iter(store.values.items()))
@@ -599,7 +602,8 @@ def test_operations_in_a_row_are_as_in_pillow(steps: list[str], name: str, keeps
 
     expected = run(Image.open(io.BytesIO(file)))
     for state in range(3):
-        with patches.installed(), DecodeCache(DictStore(), 0.0, resizes_in(state)).active():
+        patches.meet()
+        with DecodeCache(DictStore(), 0.0, resizes_in(state)).active():
             for _ in range(2):
                 assert run(Image.open(io.BytesIO(file))) == expected
 

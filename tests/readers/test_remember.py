@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 
 import fastload
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, nest
+from fastload.readers import identity, results
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, inactive
 from fastload.readers.identity import Unknown
 from fastload.system.cache_counts import cache_counts
@@ -128,13 +128,13 @@ def overwrite(value: Any) -> None:
 @given(RESULTS)
 def test_results_come_back_as_they_are(result: Any) -> None:
     """Any nest of arrays, tensors and plain values that is stored is equal in all that a caller can see."""
-    packed = nest.pack(result)
+    packed = results.pack(result)
     if packed is None:
         return
     memory, note = packed[0].copy(), packed[1]
     memory.flags.writeable = False
     for _ in range(2):
-        again = nest.unpack(memory, note)
+        again = results.unpack(memory, note)
         assert facts(again) == facts(result)
         overwrite(again)
 
@@ -145,9 +145,21 @@ def test_dense_arrays_are_stored_however_they_lie() -> None:
     frozen = image.copy()
     frozen.flags.writeable = False
     for array in (image, image[..., ::-1], image.T, np.asfortranarray(image), image[::-1, ::-1], frozen):
-        packed = nest.pack((array, 1))
+        packed = results.pack((array, 1))
         assert packed is not None
-        assert facts(nest.unpack(*packed)) == facts((array, 1))
+        assert facts(results.unpack(*packed)) == facts((array, 1))
+
+
+def test_dense_tensors_are_stored_however_they_lie() -> None:
+    """Channels last, as decoders return images, and dtypes that NumPy has not; the copies can be resized."""
+    image = torch.arange(60, dtype=torch.uint8).reshape(4, 5, 3)
+    for tensor in (image, image.permute(2, 0, 1), image.to(torch.bfloat16), image.to(torch.complex64)):
+        packed = results.pack({"image": tensor})
+        assert packed is not None
+        again = results.unpack(*packed)["image"]
+        assert (again.dtype, again.stride()) == (tensor.dtype, tensor.stride())
+        assert torch.equal(again, tensor)
+        assert again.resize_(100).numel() == 100
 
 
 class Pixels(np.ndarray):
@@ -178,7 +190,6 @@ ODD_RESULTS: dict[str, Any] = {
     "keys": {np.int64(1): SHARED},
     "a view of a tensor": torch.zeros(6)[2:],
     "a tensor with a history": torch.zeros(3, requires_grad=True),
-    "bfloat16": torch.zeros(3, dtype=torch.bfloat16),
     "sparse": torch.zeros(3).to_sparse(),
     "parameter": torch.nn.Parameter(torch.zeros(3)),
     "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
