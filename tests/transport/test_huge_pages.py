@@ -195,3 +195,15 @@ def test_a_cache_takes_as_much_memory_with_huge_pages(setting: Path) -> None:
             used[state].append(dataset.cache_info().nbytes)
         dataset.cache.close()
     assert used["[advise]"] == used["[never]"]
+
+
+@pytest.mark.parametrize(("sizes", "num_asked"), [((8, 8), 1), ((8, 9), 0)])
+def test_samples_of_one_shape_get_huge_pages(
+    sizes: tuple[int, int], num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches are gathered from these; samples of several shapes are read one by one."""
+    asked: list[Segment] = []
+    monkeypatch.setattr(Segment, "collapse_into", lambda segment, _: asked.append(segment))
+    dataset = fastload.CachedDataset([np.zeros((size, 8), np.uint8) for size in sizes], cache="ram")
+    dataset.cache.close()
+    assert len(asked) == num_asked
