@@ -50,11 +50,13 @@ class RandomSource:
         groups: Whether all parts of a pipeline draw from the pipeline's pair.
         locks: Whether other threads can call the same transforms: then one calls at a time, because
             transforms keep values of the current call in their attributes.
+        adds_worker_seed: Whether AlbumentationsX may add a worker's seed to one that the user sets.
         token: In the attributes of transforms that the user seeds from now on.
     """
 
     groups = True
     locks = False
+    adds_worker_seed = True
 
     def __init__(self) -> None:
         self.token = random.SystemRandom().getrandbits(62)
@@ -72,8 +74,7 @@ class RandomSource:
 
     def was_seeded_by_user(self, transform: Any) -> bool:
         """Whether the user has seeded a transform since this source was made."""
-        attributes = transform.__dict__
-        return _USER_SEEDED in attributes and attributes[_USER_SEEDED] == self.token
+        return transform.__dict__.get(_USER_SEEDED) == self.token  # type: ignore[no-any-return]
 
 
 class Streams:
@@ -325,6 +326,8 @@ def _noting_user_seeds(method: Any) -> Any:
             if THREAD.is_user_seeding and source is not None:
                 vars(self)[_USER_SEEDED] = source.token
                 _any_user_seeded = True
+                if not source.adds_worker_seed and vars(self).get("_manual_random_state") is False:
+                    self.set_random_state(np.random.default_rng(self.seed), random.Random(self.seed))
             THREAD.is_user_seeding = outer
 
     return noting_user_seeds

@@ -58,6 +58,8 @@ class SampleSeeder(RandomSource):
             torch, which all threads share, are left alone.
     """
 
+    adds_worker_seed = False  # else pixels would depend on whether there are workers
+
     def __init__(
         self,
         dataset: Any,
@@ -152,9 +154,7 @@ class SampleSeeder(RandomSource):
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.seeder is self:
-            _current.seeder, outside = self._outside
-            if self._scope is not None:
-                THREAD.streams = outside
+            _current.seeder, THREAD.streams = self._outside
         if self._scope is not None:
             self._scope.__exit__()
 
@@ -176,8 +176,7 @@ class SampleSeeder(RandomSource):
     def sample_rng(self) -> np.random.Generator:
         """See the function `sample_rng`."""
         if self._generator is None:
-            words = np.frombuffer(self._digest, np.uint32)
-            self._generator = np.random.Generator(np.random.PCG64(words))
+            self._generator = np.random.Generator(np.random.PCG64(np.frombuffer(self._digest, np.uint32)))
         return self._generator
 
 

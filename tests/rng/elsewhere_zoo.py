@@ -103,7 +103,7 @@ class Calls(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has n
     def apply(self, img: Any, **params: Any) -> Any:
         self.inside.append(1)
         self.most = max(self.most, len(self.inside))
-        A.GaussianBlur(blur_limit=(7, 7), p=1)(image=img)  # releases the GIL
+        A.GaussianBlur(p=1)(image=img)  # releases the GIL
         self.inside.pop()
         return img
 
