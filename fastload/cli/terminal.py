@@ -100,9 +100,6 @@ class CommandGroup(TyperGroup):
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
             code = _fail(error, words)
-        if callable(code):  # the user's own script: its errors are shown as plain python shows them
-            code()
-            code = ExitCode.FINE
         sys.exit(int(code or 0))
 
 

@@ -1,28 +1,52 @@
 """A folder for PYTHONPATH: Python imports the file `sitecustomize` in it when an interpreter starts.
 
-Interpreters inherit environment variables, so spawned and fork server workers, ranks that a launcher starts,
-and their own children are all reached. Interpreters that ignore the environment (`python -E`, `-I`, `-S`), or
-get a different one, are not.
+Interpreters inherit environment variables, so the script, its spawned and fork server workers, ranks that a
+launcher starts, and their own children are all reached. Interpreters that ignore the environment (`python
+-E`, `-I`, `-S`), or get a different one, are not.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 from fastload.integrations.bootstrap import sitecustomize
 
-_FOLDER = os.path.dirname(__file__)
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+_SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of the hook, as JSON
+_RANK = "LOCAL_RANK"
 
 
-def install_hook(hook: str) -> None:
-    """Call a function when torch's loader is imported: in this process, and in every interpreter it starts.
+def become_python(arguments: list[str], hook: str, **settings: Any) -> NoReturn:
+    """Replace this process by python, and call a hook in each interpreter that imports torch.
 
     Args:
-        hook: `"MODULE:FUNCTION"`. The function takes no arguments, and finds its settings in environment
-            variables. It runs in the middle of the import of torch, so it should import little.
+        arguments: Those of python.
+        hook: `"MODULE:FUNCTION"`. The function takes no arguments. It runs at the end of the import of torch,
+            also where no loader is used, so it should import little.
+        settings: What `settings_here` gives to the hook; with values that JSON has.
+
+    Raises:
+        OSError: Python could not be started.
     """
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folders[0] != _FOLDER:
-        os.environ["PYTHONPATH"] = os.pathsep.join([_FOLDER, *filter(None, folders)])
-    os.environ[sitecustomize.HOOK] = hook
-    sitecustomize.arm()
+    settings |= {"pid": os.getpid(), "rank": os.environ.get(_RANK)}
+    path = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
+    os.environ |= {_SETTINGS: json.dumps(settings), sitecustomize.HOOK: hook}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+def settings_here() -> tuple[dict[str, Any], bool]:
+    """The settings of the hook, and whether this process writes what `fastload` has to say.
+
+    The process that became python does, and each first rank of a machine; not the children of either.
+    """
+    settings = json.loads(os.environ[_SETTINGS])
+    rank = os.environ.get(_RANK)
+    is_first = settings["pid"] == os.getpid() or settings["rank"] != rank
+    os.environ[_SETTINGS] = json.dumps({**settings, "rank": rank})  # the children of a rank have its number
+    return settings, is_first and rank in (None, "0")
