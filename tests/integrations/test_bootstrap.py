@@ -115,8 +115,29 @@ def test_one_process_of_a_machine_speaks(
     """The script, or the first rank of each machine; never the children of these."""
     settings = {"pid": os.getpid() if pid else 1, "rank": started_in, "own": 3}
     monkeypatch.setenv("FASTLOAD_RUN", json.dumps(settings))
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    for variable in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+        if rank is not None:
+            monkeypatch.setenv(variable, rank)
     assert settings_here() == (settings, speaks)
     assert json.loads(os.environ["FASTLOAD_RUN"]) == {**settings, "rank": rank}
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_of_a_script_that_sets_its_rank_are_silent(method: str, places: Path) -> None:
+    """They inherit the variables, and are no ranks."""
+    (places / "my_hook.py").write_text(
+        "import os\nfrom fastload.integrations.bootstrap import settings_here\n"
+        "def called():\n    print(settings_here()[1], flush=True)\n"
+    )
+    (places / "script.py").write_text(
+        "import multiprocessing, os, torch\n"
+        "if __name__ == '__main__':\n"
+        "    os.environ.update(RANK='0', LOCAL_RANK='0')\n"
+        f"    process = multiprocessing.get_context({method!r}).Process(target=print, args=('worker',))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+    )
+    become = f"become_python([{str(places / 'script.py')!r}], 'my_hook:called')"
+    code = f"from fastload.integrations.bootstrap import become_python; {become}"
+    assert run(code, [places, ROOT]) == ["True", "False", "worker"]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of the hook, as JSON
-_RANK = "LOCAL_RANK"
 
 
 def become_python(arguments: list[str], hook: str, **settings: Any) -> NoReturn:
@@ -33,7 +32,7 @@ def become_python(arguments: list[str], hook: str, **settings: Any) -> NoReturn:
     Raises:
         OSError: Python could not be started.
     """
-    settings |= {"pid": os.getpid(), "rank": os.environ.get(_RANK)}
+    settings |= {"pid": os.getpid(), "rank": os.environ.get("RANK")}
     path = [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]
     os.environ |= {_SETTINGS: json.dumps(settings), sitecustomize.HOOK: hook}
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -46,7 +45,9 @@ def settings_here() -> tuple[dict[str, Any], bool]:
     The process that became python does, and each first rank of a machine; not the children of either.
     """
     settings = json.loads(os.environ[_SETTINGS])
-    rank = os.environ.get(_RANK)
-    is_first = settings["pid"] == os.getpid() or settings["rank"] != rank
+    rank = os.environ.get("RANK")
+    # A script can set RANK itself, and its workers inherit it.
+    is_worker = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    speaks = settings["pid"] == os.getpid() or (rank != settings["rank"] and not is_worker)
     os.environ[_SETTINGS] = json.dumps({**settings, "rank": rank})  # the children of a rank have its number
-    return settings, is_first and rank in (None, "0")
+    return settings, speaks and os.environ.get("LOCAL_RANK", "0") == "0"
