@@ -17,6 +17,7 @@ import typer
 
 from fastload.cli import bench_command, cache_commands
 from fastload.cli.arguments import Output  # noqa: TC001 - typer reads annotations
+from fastload.cli.script import become_python
 from fastload.cli.source_argument import code_of, open_source, users_code
 from fastload.cli.terminal import APP, Answer, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -119,13 +120,13 @@ def run(
     """Run SCRIPT under python, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script. --seeding, --device and --worker-type apply to every loader
+    everything after SCRIPT belongs to the script; options of python come before fastload, as in python -O -m
+    fastload run SCRIPT. --seeding, --device and --worker-type apply to every loader
     of the script. At the end of a script that used a loader, lines on standard error say how many loaders
     were replaced, what caches found and why the rest was decoded, and whether albumentations pipelines were
     seeded, which changes the random numbers that they use. Of several ranks, the first one of each machine
     writes them, and counts its own loaders alone.
     """
-    from fastload.cli.script import become_script
     from fastload.readers.request import CACHE_VARIABLE
 
     if cache is not None:  # for fastload's own loaders, too
@@ -133,7 +134,7 @@ def run(
     given = {"seeding": seeding, "device": device, "worker_type": worker_type}
     defaults = {name: value for name, value in given.items() if value is not None}
     words = [*["-m"] * is_module, script, *(args or ())]
-    become_script(words, "fastload.integrations.run:begin", defaults=defaults, is_quiet=quiet)
+    become_python(words, "fastload.integrations.run:begin", defaults=defaults, is_quiet=quiet)
 
 
 @app.command(
@@ -153,10 +154,8 @@ def profile(
     one of each machine is watched. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
     the script.
     """
-    from fastload.cli.script import become_script
-
     words = [*["-m"] * is_module, script, *(args or ())]
-    become_script(words, "fastload.cli.script:begin_profile", output=output and os.path.abspath(output))
+    become_python(words, "fastload.cli.script:begin_profile", output=output and os.path.abspath(output))
 
 
 @answers(app, short_help="Show what this machine offers a data loader.")

@@ -1,52 +1,67 @@
 """Runs a script under plain python, for `fastload run` and `fastload profile`; and the hook of the latter.
 
-The script's process imports this file, and nothing of the command line before it writes `--output`.
+The process of a profiled script imports this file, and more of the command line if it writes `--output`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import json
 import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fastload.integrations.bootstrap import become_python, settings_here
+from fastload.integrations import bootstrap
+from fastload.integrations.patch import add_methods
+from fastload.integrations.state import state
 from fastload.system.logs import write_stderr
 
 if TYPE_CHECKING:
-    from typing import NoReturn
-
     from fastload.profiling.session import Profile
 
 
-def become_script(words: list[str], hook: str, **settings: Any) -> NoReturn:
-    """Replace this process by python, with the options that this interpreter got.
+def become_python(words: list[str], hook: str, **settings: Any) -> None:
+    """Replace this process by python, and call a hook in each interpreter that imports torch.
 
     Args:
-        words: The script, or `-m` and the module; then its arguments.
-        hook: As for `become_python`.
-        settings: As for `become_python`.
+        words: The arguments of python, behind the options that this interpreter got.
+        hook: `"MODULE:FUNCTION"`. The function takes no arguments. It runs at the end of the import of torch,
+            also where no loader is used, so it should import little.
+        settings: What `settings_here` gives to the hook; with values that JSON has.
 
     Raises:
-        CommandError: One of the options keeps the hook out.
+        CommandError: An option of this interpreter keeps the hook out.
         OSError: Python could not be started.
     """
     from fastload.cli.terminal import CommandError
 
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise CommandError("python has -I, -E or -S, which keep fastload out of SCRIPT: leave them out")
-    options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
-    if options and re.fullmatch(r"-[A-Za-z]*[cm]", options[-1]):  # `python -m fastload`
-        options[-1] = options[-1][:-1]
-    become_python([*(option for option in options if option != "-"), *words], hook, **settings)
+    words_before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
+    options = [re.sub(r"^(-[A-Za-z]*)[cm]$", r"\1", word) for word in words_before]  # `python -m fastload`
+    settings |= {"hook": hook, "pid": os.getpid(), "rank": os.environ.get("RANK")}
+    os.environ[bootstrap.SETTINGS] = json.dumps(settings)
+    path = [os.path.dirname(bootstrap.__file__), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    os.execv(sys.executable, [sys.executable, *(word for word in options if word != "-"), *words])
 
 
 def begin_profile() -> None:
-    """Profile this process, if it is the one that writes."""
-    settings, speaks = settings_here()
-    if not speaks:
+    """Profile this process from its first loader on, if it is the one that writes.
+
+    Not at once: torch can be imported in the middle of the import of what a profile needs.
+    """
+    settings, speaks = bootstrap.settings_here()
+    if speaks:
+        state.at_first_loader = functools.partial(_start, settings["output"], os.getpid())
+        add_methods()
+
+
+def _start(output: str | None, pid: int) -> None:
+    if os.getpid() != pid:  # forked before
         return
     from fastload.profiling.hooks import FOLDER
     from fastload.profiling.session import Profile
@@ -57,7 +72,7 @@ def begin_profile() -> None:
         show(kind, error, traceback)
 
     show, sys.excepthook = sys.excepthook, excepthook
-    atexit.register(_report, Profile(()).start(), settings["output"], os.getpid())
+    atexit.register(_report, Profile(()).start(), output, pid)
 
 
 def _report(profile: Profile, output: str | None, pid: int) -> None:
@@ -66,19 +81,17 @@ def _report(profile: Profile, output: str | None, pid: int) -> None:
         return
     profile.stop()
     report = profile.report()
-    if not report.loaders:
-        return
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
-        sys.stdout.flush()
-    write_stderr(f"\n{report}\n")
-    if output is None:
-        return
-    from fastload.cli.arguments import write_output
-    from fastload.cli.terminal import CommandError
+    if report.loaders:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed
+            sys.stdout.flush()
+        write_stderr(f"\n{report}\n")
+    if report.loaders and output is not None:
+        from fastload.cli.arguments import write_output
+        from fastload.cli.terminal import CommandError
 
-    try:
-        write_output(output, report.as_dict())
-    except CommandError as error:
-        write_stderr(f"fastload: error: {error}\n")
-    else:
-        write_stderr(f"fastload: wrote {output}\n")
+        try:
+            write_output(output, report.as_dict())
+        except CommandError as error:
+            write_stderr(f"fastload: error: {error}\n")
+        else:
+            write_stderr(f"fastload: wrote {output}\n")

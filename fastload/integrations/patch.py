@@ -70,21 +70,20 @@ def unpatch_torch() -> None:
 
 def patch(defaults: dict[str, Any]) -> None:
     """Patch torch's class without a check of the defaults, which the first loader makes."""
-    from torch.utils.data.dataloader import DataLoader as TorchLoader
-
     state.defaults = {**state.defaults, **defaults}
     state.is_patched = True
-    for name, method in ("__new__", _new()), ("__init_subclass__", _init_subclass):
-        if name not in vars(TorchLoader):
-            setattr(TorchLoader, name, method)
+    add_methods()
 
 
-def _new() -> Any:
-    """The `__new__` of torch's class; once it is there, the class cannot do without."""
+def add_methods() -> None:
+    """Give torch's class the methods that do what `state` says; the class cannot do without them again."""
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     @functools.wraps(TorchLoader.__init__, assigned=())  # for inspect.signature
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.at_first_loader is not None:
+            begin, state.at_first_loader = state.at_first_loader, None
+            begin()
         is_patched = state.is_patched
         if is_patched:
             from fastload.integrations.replaced import DataLoader
@@ -98,7 +97,9 @@ def _new() -> Any:
             vars(loader).update(state.defaults)
         return loader
 
-    return staticmethod(new)
+    for name, method in ("__new__", staticmethod(new)), ("__init_subclass__", _init_subclass):
+        if name not in vars(TorchLoader):
+            setattr(TorchLoader, name, method)
 
 
 @classmethod  # type: ignore[misc]  # it becomes a method of torch's class

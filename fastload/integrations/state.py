@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass
@@ -15,12 +18,14 @@ class State:
         defaults: Arguments of fastload's loader, for calls that do not set them.
         num_replaced: Loaders built instead of torch's.
         seeds_pipelines: Whether one of them seeds albumentations pipelines.
+        at_first_loader: To be called before the next loader is made, of whatever class, and never again.
     """
 
     is_patched: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
     num_replaced: int = 0
     seeds_pipelines: bool = False
+    at_first_loader: Callable[[], None] | None = None
 
 
 state = State()

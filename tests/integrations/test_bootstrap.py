@@ -39,7 +39,7 @@ def run(code: str, path: list[Path], **variables: str) -> list[str]:
 
 def output_of(code: str, *places: Path, hook: str = "my_hook:called") -> list[str]:
     """The same, with the bootstrap folder first in its path."""
-    return run(code, [BOOTSTRAP, *places], FASTLOAD_HOOK=hook)
+    return run(code, [BOOTSTRAP, *places], FASTLOAD_RUN=json.dumps({"hook": hook}))
 
 
 def test_the_hook_runs_when_torch_was_imported(places: Path) -> None:
@@ -52,6 +52,11 @@ def test_a_child_without_torch_sees_nothing_of_ours(places: Path) -> None:
     """Neither the hook nor any module of fastload, nor a folder in its path."""
     code = "import sys; print([m for m in sys.modules if m.startswith(('fastload', 'my_hook', 'torch'))]);"
     assert output_of(f"{code} {SHOW_PATH}", places) == ["[]", *run(SHOW_PATH, [places])]
+
+
+def test_a_child_that_got_the_path_alone_is_left(places: Path) -> None:
+    """As one whose environment was put together anew."""
+    assert run(USE_TORCH, [BOOTSTRAP, places]) == ["imported SourceFileLoader"]
 
 
 def test_a_sitecustomize_of_the_user_runs_too(places: Path) -> None:
@@ -88,7 +93,7 @@ def test_become_python_reaches_the_script_and_its_children(places: Path, path: s
     script = f"{code}import subprocess; subprocess.run([sys.executable, '-c', {USE_TORCH!r}])\n"
     become = (
         f"import os; print(os.getpid(), flush=True); {SHOW_PATH}; sys.stdout.flush()\n"
-        "from fastload.integrations.bootstrap import become_python\n"
+        "from fastload.cli.script import become_python\n"
         f"become_python(['-c', {script!r}], 'my_hook:called')\n"
     )
     pythonpath = path.format(places=places, root=ROOT, sep=os.pathsep)
@@ -139,5 +144,5 @@ def test_workers_of_a_script_that_sets_its_rank_are_silent(method: str, places: 
         "    process.join()\n"
     )
     become = f"become_python([{str(places / 'script.py')!r}], 'my_hook:called')"
-    code = f"from fastload.integrations.bootstrap import become_python; {become}"
+    code = f"from fastload.cli.script import become_python; {become}"
     assert run(code, [places, ROOT]) == ["True", "False", "worker"]

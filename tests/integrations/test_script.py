@@ -228,7 +228,7 @@ def make(*args, **options):
 
 # The command up to the start of python; then, in its place, the hook and the script.
 COMMAND = """
-import importlib, os, runpy, sys
+import importlib, json, os, runpy, sys
 
 class Started(BaseException):
     pass
@@ -242,7 +242,7 @@ try:
     main()
 except Started as started:
     (sys.argv[:],) = started.args
-module, _, function = os.environ["FASTLOAD_HOOK"].partition(":")
+module, _, function = json.loads(os.environ["FASTLOAD_RUN"])["hook"].partition(":")
 getattr(importlib.import_module(module), function)()
 sys.path.insert(0, "")
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -620,6 +620,17 @@ def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, repor
     assert done.stderr.count(" batches, ") == 1
     assert not said.endswith("\n") or before.replace("\ntrain_loader", said).endswith(said)
     assert "inside" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "profile"])
+@pytest.mark.parametrize("name", ["profile", "seed_everything", "DataLoader"])
+def test_a_script_may_begin_with_an_import_of_ours(tmp_path: Path, command: str, name: str) -> None:
+    """The hook is then called in the middle of that import."""
+    (tmp_path / "train.py").write_text(
+        f"from fastload import {name}\nfrom torch.utils.data import DataLoader\nlist(DataLoader([1, 2]))\n"
+    )
+    code, _, err = ended(tmp_path, "-m", "fastload", command, "train.py")
+    assert (code, err.count("replaced 1 " if command == "run" else ", 1 epochs, ")) == (0, 1), err
 
 
 def test_the_file_is_named(run: Run, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Call a function in this interpreter as soon as torch is imported.
 
 Python imports a module of this name when it starts. `become_python` puts this folder in front of PYTHONPATH,
-so python finds it here. The environment variable FASTLOAD_HOOK names the function, as MODULE:FUNCTION. Rules:
+so python finds it here. The environment variable FASTLOAD_RUN has the name of the function, as
+MODULE:FUNCTION, among its settings. Rules:
 
 1. An interpreter that never imports torch imports nothing of fastload.
 2. A user's `sitecustomize`, further back in the path, runs as it would without this one, and first.
@@ -11,8 +12,6 @@ so python finds it here. The environment variable FASTLOAD_HOOK names the functi
 
 import os
 import sys
-
-HOOK = "FASTLOAD_HOOK"
 
 
 class TorchFinder:
@@ -41,9 +40,10 @@ class TorchFinder:
 
 def call_hook() -> None:
     """Call the function that the environment variable names; an interpreter without fastload says so."""
+    import json
     from importlib import import_module
 
-    module, _, function = os.environ[HOOK].partition(":")
+    module, _, function = json.loads(os.environ["FASTLOAD_RUN"])["hook"].partition(":")
     try:
         hook = getattr(import_module(module), function)
     except ImportError as error:
@@ -65,7 +65,9 @@ if __name__ == "sitecustomize":
             sys.modules["sitecustomize"] = module_from_spec(_spec)
             _spec.loader.exec_module(sys.modules["sitecustomize"])
     finally:
-        if "torch" in sys.modules:  # the user's sitecustomize has imported it
+        if "FASTLOAD_RUN" not in os.environ:  # this interpreter got the path alone
+            pass
+        elif "torch" in sys.modules:  # the user's sitecustomize has imported it
             call_hook()
         else:
             sys.meta_path.insert(0, TorchFinder())  # type: ignore[arg-type]
