@@ -107,8 +107,7 @@ def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     super(TorchLoader, cls).__init_subclass__(**kwargs)
-    is_fastload = cls.__module__.partition(".")[0] == "fastload"
-    if not state.is_patched or is_fastload or TorchLoader not in cls.__bases__:
+    if not state.is_patched or TorchLoader not in cls.__bases__ or cls.__module__.startswith("fastload."):
         return
     from fastload.integrations.replaced import DataLoader
     from fastload.loader import DataLoader as FastloadLoader

@@ -55,8 +55,13 @@ def test_a_child_without_torch_sees_nothing_of_ours(places: Path) -> None:
 
 
 def test_a_child_that_got_the_path_alone_is_left(places: Path) -> None:
-    """As one whose environment was put together anew."""
+    """As one whose environment was put together anew, or that has removed the variable."""
     assert run(USE_TORCH, [BOOTSTRAP, places]) == ["imported SourceFileLoader"]
+    (places / "sitecustomize.py").write_text("import torch\n")
+    assert run(USE_TORCH, [BOOTSTRAP, places]) == ["imported SourceFileLoader"]
+    removes = f"import os; del os.environ['FASTLOAD_RUN']; {USE_TORCH}"
+    (places / "sitecustomize.py").unlink()
+    assert output_of(removes, places) == ["imported SourceFileLoader"]
 
 
 def test_a_sitecustomize_of_the_user_runs_too(places: Path) -> None:

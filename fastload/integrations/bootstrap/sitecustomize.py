@@ -19,7 +19,7 @@ class TorchFinder:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         """Find torch by the other finders, and let its import end with the hook."""
-        if name != "torch":
+        if name != "torch" or "FASTLOAD_RUN" not in os.environ:  # this interpreter got the path alone
             return None
         from importlib.util import find_spec
 
@@ -65,9 +65,7 @@ if __name__ == "sitecustomize":
             sys.modules["sitecustomize"] = module_from_spec(_spec)
             _spec.loader.exec_module(sys.modules["sitecustomize"])
     finally:
-        if "FASTLOAD_RUN" not in os.environ:  # this interpreter got the path alone
-            pass
-        elif "torch" in sys.modules:  # the user's sitecustomize has imported it
+        if "torch" in sys.modules and "FASTLOAD_RUN" in os.environ:  # the user's sitecustomize imported it
             call_hook()
         else:
             sys.meta_path.insert(0, TorchFinder())  # type: ignore[arg-type]
