@@ -121,11 +121,11 @@ def run(
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
     everything after SCRIPT belongs to the script; options of python come before fastload, as in python -O -m
-    fastload run SCRIPT. --seeding, --device and --worker-type apply to every loader
-    of the script. At the end of a script that used a loader, lines on standard error say how many loaders
-    were replaced, what caches found and why the rest was decoded, and whether albumentations pipelines were
-    seeded, which changes the random numbers that they use. Of several ranks, the first one of each machine
-    writes them, and counts its own loaders alone.
+    fastload run SCRIPT. --seeding, --device and --worker-type apply to every loader of the script. At the end
+    of a script that used a loader, lines on standard error say how many loaders were replaced, what caches
+    found and why the rest was decoded, and whether albumentations pipelines were seeded, which changes the
+    random numbers that they use. Of several ranks, the first one of each machine writes them, and counts its
+    own loaders alone.
     """
     from fastload.readers.request import CACHE_VARIABLE
 
