@@ -39,7 +39,7 @@ BUDGETS = {
     "memory system": (1786, 1350),
     "training": (419, 420),
     "profiling bench": (1986, 900),
-    "cli integrations": (1368, 1000),
+    "cli integrations": (1218, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -9,7 +9,6 @@ Rules:
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ import typer
 
 from fastload.cli import bench_command, cache_commands
 from fastload.cli.arguments import Output  # noqa: TC001 - typer reads annotations
+from fastload.cli.script import become_python
 from fastload.cli.source_argument import code_of, open_source, users_code
 from fastload.cli.terminal import APP, Answer, ExitCode, answers, exit_codes
 from fastload.version import __version__
@@ -82,7 +82,6 @@ IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for p
 
 @app.command(short_help="Run a training script with fastload's loader instead of torch's.", **_RUNS_A_SCRIPT)
 def run(
-    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
@@ -117,69 +116,46 @@ def run(
         typer.Option(help="Type of the workers; default: process, as in torch."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
-) -> Any:
-    """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
+) -> None:
+    """Run SCRIPT under python, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script. --seeding, --device and --worker-type apply to every loader
-    of the script. At exit, lines on standard error say how many loaders were replaced, what caches found and
-    why the rest was decoded, and whether albumentations pipelines were seeded, which changes the random
-    numbers that they use. Of several ranks, the first one of each machine writes them, and counts its own
-    loaders alone.
+    everything after SCRIPT belongs to the script; options of python come before fastload, as in python -O -m
+    fastload run SCRIPT. --seeding, --device and --worker-type apply to every loader of the script. At the end
+    of a script that used a loader, lines on standard error say how many loaders were replaced, what caches
+    found and why the rest was decoded, and whether albumentations pipelines were seeded, which changes the
+    random numbers that they use. Of several ranks, the first one of each machine writes them, and counts its
+    own loaders alone.
     """
-    from fastload.cli.script import run_script
-    from fastload.integrations.patch import patch_on_import
     from fastload.readers.request import CACHE_VARIABLE
 
-    given: dict[str, Any] = {
-        "seeding": seeding,
-        "device": device,
-        "worker_type": worker_type,
-    }
     if cache is not None:  # for fastload's own loaders, too
         os.environ[CACHE_VARIABLE] = cache
-    patch_on_import(
-        defaults={name: value for name, value in given.items() if value is not None},
-        is_verbose=not quiet,
-    )
-    # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
-    options = _long_options(context)
-    return functools.partial(run_script, script, list(args or ()), as_module=is_module, options=options)
+    given = {"seeding": seeding, "device": device, "worker_type": worker_type}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    words = [*["-m"] * is_module, script, *(args or ())]
+    become_python(words, "fastload.integrations.run:begin", defaults=defaults, is_quiet=quiet)
 
 
 @app.command(
     short_help="Run a training script, and say how long it waits for data, and why.", **_RUNS_A_SCRIPT
 )
 def profile(
-    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
     output: Output = None,
-) -> Any:
-    """Run SCRIPT as python does, and report how long its training loops wait for data.
+) -> None:
+    """Run SCRIPT under python, and report how long its training loops wait for data.
 
     The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
     fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and at most
-    four changes, each with its gain. Options of fastload come before SCRIPT; everything after SCRIPT belongs
-    to the script.
+    four changes, each with its gain; a script that used no DataLoader gets none. Of several ranks, the first
+    one of each machine is watched. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
+    the script.
     """
-    from fastload.cli.script import profile_script
-
-    # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
-    return functools.partial(
-        profile_script,
-        script,
-        list(args or ()),
-        as_module=is_module,
-        output=output,
-        options=_long_options(context),
-    )
-
-
-def _long_options(context: typer.Context) -> list[str]:
-    names = [name for parameter in context.command.params for name in parameter.opts]
-    return [name for name in names if name.startswith("--") and name != "--help"]
+    words = [*["-m"] * is_module, script, *(args or ())]
+    become_python(words, "fastload.cli.script:begin_profile", output=output and os.path.abspath(output))
 
 
 @answers(app, short_help="Show what this machine offers a data loader.")
@@ -211,5 +187,4 @@ def doctor(
 
 def main() -> None:
     """The `fastload` command."""
-    # Not app(), which would set typer's own sys.excepthook, also for the script of `fastload run`.
-    typer.main.get_command(app)()
+    app()

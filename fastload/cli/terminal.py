@@ -100,9 +100,6 @@ class CommandGroup(TyperGroup):
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
             code = _fail(error, words)
-        if callable(code):  # the user's own script: its errors are shown as plain python shows them
-            code()
-            code = ExitCode.FINE
         sys.exit(int(code or 0))
 
 
@@ -118,8 +115,7 @@ def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
     """Print an error; returns the exit code."""
     message, code = _one_line(error), _exit_code(error)
     typer.echo(f"fastload: error: {message}", err=True)
-    command = next((word for word in words if not word.startswith("-")), "")
-    if "--json" in words and command not in ("profile", "run"):  # there, it can be the script's
+    if "--json" in words:
         cause = (error.__cause__ or error) if isinstance(error, CommandError) else error
         kind = "UsageError" if code == ExitCode.USAGE else type(cause).__name__
         typer.echo(json.dumps({"error": message, "type": kind}))

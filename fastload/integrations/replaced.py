@@ -14,8 +14,8 @@ from fastload.integrations.state import state
 from fastload.system.notes import add_note
 from fastload.workers.settings import default_options
 
-_TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
-_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its position among the arguments
+# Its position among the arguments.
+_COLLATE_FN = list(inspect.signature(torch.utils.data.DataLoader).parameters).index("collate_fn")
 
 
 class DataLoader(fastload.loader.DataLoader):

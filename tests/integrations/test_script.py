@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[2]
-DRIVER = """
-import sys
-from fastload.cli.script import run_script
-
-as_module = sys.argv[1] == "-m"
-target, *args = sys.argv[2 if as_module else 1:]
-run_script(target, args, as_module=as_module)
-"""
-DRIVEN = ("-c", DRIVER)
 RUN = ("-m", "fastload", "run")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # two interpreters each
 
@@ -61,6 +52,8 @@ PROGRAMS = {
         "sys.excepthook = lambda kind, value, frames: print(kind, value, frames.tb_frame.f_code.co_name)\n"
         "raise ValueError('hooked')\n"
     ),
+    "debugger": "import pdb\npdb.set_trace()\nprint('after it')\n",
+    "killed": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
     "threads": "import threading\nthreading.Timer(0.01, lambda: print('thread', __name__)).start()\n",
     "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",
     "encoding": (
@@ -70,19 +63,19 @@ PROGRAMS = {
         "print(len('\xe9'), sys.modules['__main__'].__annotations__)\n"
     ),
 }
-# Programs that depend on more than run_script(): on what the commands import, watch and print.
+CHILDREN = (
+    "import concurrent.futures, multiprocessing, sys\n"
+    "class Kind:\n    def __init__(self, x): self.x = x\n"
+    "def double(kind): return Kind(kind.x * 2)\n"
+    "if __name__ == '__main__':\n"
+    "    context = multiprocessing.get_context((sys.argv[1:] or ['spawn'])[0])\n"
+    "    with context.Pool(1) as pool:\n"
+    "        print([kind.x for kind in pool.map(double, [Kind(1), Kind(2)])])\n"
+    "    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:\n"
+    "        print([kind.x for kind in executor.map(double, [Kind(1), Kind(2)])])\n"
+)
+# Programs that depend on what the commands import, watch and print.
 PROGRAMS_UNDER_COMMANDS = {
-    "children": (
-        "import concurrent.futures, multiprocessing, sys\n"
-        "class Kind:\n    def __init__(self, x): self.x = x\n"
-        "def double(kind): return Kind(kind.x * 2)\n"
-        "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context((sys.argv[1:] or ['spawn'])[0])\n"
-        "    with context.Pool(1) as pool:\n"
-        "        print([kind.x for kind in pool.map(double, [Kind(1), Kind(2)])])\n"
-        "    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:\n"
-        "        print([kind.x for kind in executor.map(double, [Kind(1), Kind(2)])])\n"
-    ),
     # The text that torch's workers send names all frames; the error of this process, none of ours.
     "error in a dataset": (
         "from torch.utils.data import DataLoader\n"
@@ -101,14 +94,14 @@ PROGRAMS_UNDER_COMMANDS = {
 
 
 def ended(
-    folder: Path, *words: str, by: tuple[str, ...] = (), safe: bool = False, stdin: str | None = None
+    folder: Path, *words: str, python: tuple[str, ...] = (), stdin: str | None = None, **variables: str
 ) -> tuple[int, str, str]:
-    """The exit code and the output of a program under plain python, run_script(), or a command."""
+    """The exit code and the output of python, with options, words, standard input and variables."""
     path = os.pathsep.join(str(place) for place in (ROOT, os.environ.get("PYTHONPATH")) if place)
     done = subprocess.run(
-        [sys.executable, *(["-P"] if safe else []), *by, *words],
+        [sys.executable, *python, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **variables},
         input=stdin,
         capture_output=True,
         text=True,
@@ -117,11 +110,10 @@ def ended(
     return done.returncode, done.stdout, done.stderr
 
 
-def assert_the_same(
-    folder: Path, *words: str, by: tuple[str, ...] = DRIVEN, **options: Any
-) -> tuple[int, str, str]:
+def assert_the_same(folder: Path, *words: str, **options: Any) -> tuple[int, str, str]:
+    """The same under plain python and under `fastload run`, which has nothing to say of loaders."""
     plain = ended(folder, *words, **options)
-    assert ended(folder, *words, by=by, **options) == plain
+    assert ended(folder, *RUN, *words, **options) == plain
     return plain
 
 
@@ -149,28 +141,29 @@ def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
     """Exit code, standard output and standard error are the same, also for errors and Ctrl-C."""
     encoding = "latin-1" if name == "encoding" else "utf-8"
     (tmp_path / "train.py").write_text(PROGRAMS[name], encoding=encoding)
-    code, out, err = assert_the_same(tmp_path, "train.py", "--lr", "-m", "--help", "-c")
+    code, out, err = assert_the_same(tmp_path, "train.py", "--lr", "-m", "--help", "-c", stdin="c\n")
     assert out or err or code
     assert "fastload" not in err
-    assert (code == -signal.SIGINT) == (name == "interrupt")
+    assert code == {"interrupt": -signal.SIGINT, "killed": -signal.SIGKILL}.get(name, max(code, 0))
 
 
 @pytest.mark.parametrize(
     ("words", "code", "options"),
     [
         ("./train.py x", 0, {}),
-        ("sub/../train.py x", 0, {"safe": True}),
+        ("sub/../train.py x", 0, {"python": ("-P",)}),
         ("sub/link.py x", 0, {}),
-        ("sub/again/train.py x", 0, {"safe": True}),
+        ("sub/again/train.py x", 0, {"python": ("-P",)}),
         ("main x", 0, {}),
         ("archive.pyz x", 0, {}),
         ("-m package.names --help", 0, {}),
         ("-m package.error", 1, {}),
         ("-m absent_module", 1, {}),
         ("-m absent.module", 1, {}),
-        ("absent.py", 2, {"by": (*RUN, "-q")}),
-        ("- --lr", 0, {"by": (*RUN, "-q"), "stdin": PROGRAMS["names"]}),
-        ("- --lr", 1, {"by": (*RUN, "-q"), "stdin": PROGRAMS["syntax"]}),
+        ("absent.py", 2, {}),
+        ("-m pdb sub/link.py x", 0, {"stdin": "c\nq\n"}),
+        ("- --lr", 0, {"stdin": PROGRAMS["names"]}),
+        ("- --lr", 1, {"stdin": PROGRAMS["syntax"]}),
     ],
 )
 def test_any_name_of_a_script_is_python_s(folder: Path, words: str, code: int, options: Any) -> None:
@@ -181,7 +174,7 @@ def test_any_name_of_a_script_is_python_s(folder: Path, words: str, code: int, o
 @pytest.mark.parametrize("words", ["-m train fork", "-m train spawn", "train.py forkserver"])
 def test_child_processes_find_the_script_s_classes(tmp_path: Path, words: str) -> None:
     """An object of a class of the script reaches a child and comes back; a module is imported by its name."""
-    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS["children"])
+    (tmp_path / "train.py").write_text(CHILDREN)
     code, out, _ = assert_the_same(tmp_path, *words.split())
     assert (code, out.count("\n")) == (0, 2)
 
@@ -233,33 +226,38 @@ def make(*args, **options):
 """
 
 
+# The command up to the start of python; then, in its place, the hook and the script.
 COMMAND = """
-import sys
-sys.path.insert(0, "")  # for the script's folder
-sys.argv[0] = "fastload"
+import importlib, json, os, runpy, sys
+
+class Started(BaseException):
+    pass
+
+def execv(path, words):
+    raise Started(words[1:])
+
+os.execv = execv
 from fastload.cli.main import main
-main()
-"""
-PLAINLY = """
-import sys
+try:
+    main()
+except Started as started:
+    (sys.argv[:],) = started.args
+module, _, function = json.loads(os.environ["FASTLOAD_RUN"])["hook"].partition(":")
+getattr(importlib.import_module(module), function)()
 sys.path.insert(0, "")
-from fastload.cli.script import run_script
-run_script(sys.argv[1], sys.argv[2:])
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def run(interpreter: Interpreter, tmp_path: Path) -> Run:
-    """Runs `fastload ...`, or plain python without a command, in processes that have imported torch."""
-    for name, code in (("train", REPLACED), ("helper", HELPER)):
-        (tmp_path / f"{name}.py").write_text(code)
-    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)]
+    """Runs `fastload ...` in processes that have imported torch, so that none has to start."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-    def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        program = COMMAND if words[0] in ("run", "profile") else PLAINLY
-        variables = {"PYTHONPATH": os.pathsep.join(places)}
-        return interpreter.run(program, *words, cwd=tmp_path, environment=variables, limit_s=250, **options)
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        variables = {"PYTHONPATH": path}
+        return interpreter.run(COMMAND, *words, cwd=tmp_path, environment=variables, limit_s=250)
 
     return run
 
@@ -267,56 +265,91 @@ def run(interpreter: Interpreter, tmp_path: Path) -> Run:
 @pytest.mark.parametrize(
     "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.thorough)]
 )
-def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(run: Run, methods: list[str]) -> None:
+def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(
+    tmp_path: Path, methods: list[str]
+) -> None:
     """Bit by bit, with the same random state; also in workers, which add no line about replaced loaders."""
-    plain, done = run("train.py", "fork"), run("run", "train.py", *methods)
-    assert (plain.returncode, done.returncode) == (0, 0), plain.stderr + done.stderr
-    assert "None in this process: torch in the dataset: torch\n" in plain.stderr
-    alone, with_workers = plain.stdout.replace("fork ", "").splitlines()
-    assert done.stdout.splitlines() == [alone, *(f"{method} {with_workers}" for method in methods)]
+    for name, script in (("train", REPLACED), ("helper", HELPER)):
+        (tmp_path / f"{name}.py").write_text(script)
+    plain, done = ended(tmp_path, "train.py", "fork"), ended(tmp_path, *RUN, "train.py", *methods)
+    assert (plain[0], done[0]) == (0, 0), plain[2] + done[2]
+    assert "None in this process: torch in the dataset: torch\n" in plain[2]
+    alone, with_workers = plain[1].replace("fork ", "").splitlines()
+    assert done[1].splitlines() == [alone, *(f"{method} {with_workers}" for method in methods)]
     for method in (None, *methods):
-        assert f"{method} in this process: fastload in the dataset: fastload\n" in done.stderr
+        assert f"{method} in this process: fastload in the dataset: fastload\n" in done[2]
     # A loop makes two loaders and `kind()` one; each sample that is read in this process makes one more.
     number = (3 + 2 * 11) + len(methods) * (3 + 11)
-    (last,) = [line for line in done.stderr.splitlines() if line.startswith("fastload: ")]
+    (last,) = [line for line in done[2].splitlines() if line.startswith("fastload: ")]
     assert last.startswith(f"fastload: replaced {number} torch DataLoaders in process ")
 
 
 @pytest.mark.parametrize(
     ("name", "command"),
     [
-        *((name, ["profile"]) for name in PROGRAMS_UNDER_COMMANDS if name != "children"),
+        *((name, ["profile"]) for name in PROGRAMS_UNDER_COMMANDS),
         *((name, ["run", "-q"]) for name in PROGRAMS_UNDER_COMMANDS if name != "error in a dataset"),
     ],
 )
-def test_commands_run_scripts_as_python_does(tmp_path: Path, run: Run, name: str, command: list[str]) -> None:
+def test_commands_run_scripts_as_python_does(tmp_path: Path, name: str, command: list[str]) -> None:
     """Its output, exit code and last words are the same, whatever it starts and closes."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
-    plain, done = run("train.py"), run(*command, "train.py")
-    report = r"\n(No DataLoader was used|DataLoader: ).*?(?=^[TE]|\Z)"  # before the interpreter's last words
-    err = re.sub(report, "", done.stderr, flags=re.DOTALL | re.MULTILINE)
-    assert (done.returncode, done.stdout, err) == (plain.returncode, plain.stdout, plain.stderr)
-    assert plain.stdout or plain.stderr or name == "closed stdout"
-    assert (plain.returncode == 0) == (name in ("children", "closed stdout"))
+    code, out, err = ended(tmp_path, "train.py")
+    ours = ended(tmp_path, "-m", "fastload", *command, "train.py")
+    assert (*ours[:2], ours[2].partition("\nDataLoader: ")[0]) == (code, out, err)  # without the report
+    assert out or err or name == "closed stdout"
+    assert (code == 0) == (name == "closed stdout")
 
 
 def test_without_torch_nothing_is_imported(tmp_path: Path) -> None:
-    """A script that makes no loader pays nothing, and the line at the end says so."""
-    (tmp_path / "light.py").write_text("import sys\nprint('torch' in sys.modules, 'numpy' in sys.modules)\n")
-    _, out, err = ended(tmp_path, "light.py", by=RUN)
-    assert out == "False False\n"
-    assert err.startswith("fastload: replaced no torch DataLoader in process ")
+    """A script that makes no loader pays nothing, and nothing is said."""
+    (tmp_path / "light.py").write_text(
+        "import sys\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'fastload', 'numpy', 'torch'})\n"
+    )
+    assert ended(tmp_path, *RUN, "light.py") == (0, "set()\n", "")
+
+
+def test_options_of_python_are_the_script_s(tmp_path: Path) -> None:
+    """Those of the python that runs the command; the way in which the command was named is none of them."""
+    (tmp_path / "show.py").write_text(
+        "import sys\n"
+        "print(sys.flags, sys.warnoptions, sys._xoptions, sys.stdout.write_through, sys.argv)\n"
+        "assert not 'run with -O'\n"
+    )
+    options = ["-O", "-W", "error::UserWarning", "-Wd", "-X", "dev", "-X", "int_max_str_digits=1000", "-u"]
+    plain = ended(tmp_path, "show.py", "-x", python=tuple(options))
+    assert plain[::2] == (0, "")
+    for way in (
+        ["-m", "fastload"],
+        ["-Xdev", "-Bum", "fastload"],
+        [str(Path(sys.executable).parent / "fastload")],
+    ):
+        ours = ended(tmp_path, *way, "run", "show.py", "-x", python=tuple(options))
+        assert ours == plain, way
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_options_that_keep_us_out_are_refused(tmp_path: Path, option: str, command: str) -> None:
+    """In one sentence; the script does not run."""
+    (tmp_path / "show.py").write_text("print('the script runs')\n")
+    # Without its environment, python finds packages only beside itself.
+    find = (
+        f"import sys; sys.path[:0] = {[str(ROOT), *sys.path]!r}; from fastload.cli.main import main; main()"
+    )
+    done = ended(tmp_path, "-c", find, command, "show.py", python=(option,))
+    said = "fastload: error: python has -I, -E or -S, which keep fastload out of SCRIPT: leave them out\n"
+    assert done == (2, "", said)
 
 
 @pytest.mark.parametrize("words", [["run", "-q", "-m", "show"], ["profile", "show.py"]])
-def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words: list[str]) -> None:
-    """Also those that are options of ours; --quiet prints no line of ours, and no file is written."""
+def test_words_after_the_script_are_the_script_s(tmp_path: Path, words: list[str]) -> None:
+    """Also those that are options of ours; no line of ours is printed, and no file is written."""
     (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
     before = {path.name for path in tmp_path.iterdir()}
     own = ["--seeding", "x", "--json", "a.json", "-m", "--help", "--device", "3", "--", "-q"]
-    done = run(*words, *own)
-    assert (done.returncode, done.stdout) == (0, f"{own}\n")
-    assert done.stderr == ("" if "-q" in words else "No DataLoader was used.\n") or "profile" in words
+    assert ended(tmp_path, "-m", "fastload", *words, *own) == (0, f"{own}\n", "")
     after = {path.name for path in tmp_path.iterdir()}
     assert after - {"__pycache__"} == before  # Python's own, unless the environment forbids it
 
@@ -348,19 +381,6 @@ def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, mo
     assert re.search(rf"^fastload: error: .*{said}", done.stderr)
 
 
-@pytest.mark.parametrize("words", ["run train.py --cache ram", "profile train.py --output=a.json"])
-def test_an_option_behind_the_script_is_named_if_the_script_refuses_it(
-    words: str, run: Run, tmp_path: Path
-) -> None:
-    """In one line, after the script's own error; there is no report about no loader."""
-    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
-    done = run(*words.split())
-    option = words.split()[2].partition("=")[0]
-    assert done.returncode == 2
-    assert f"fastload: {option} went to the script: options of fastload come before SCRIPT\n" in done.stderr
-    assert "No DataLoader" not in done.stderr
-
-
 def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path, run: Run) -> None:
     """`--seeding sample` is the default of every loader, whatever patch_torch() in the script says."""
     (tmp_path / "show.py").write_text(
@@ -375,19 +395,52 @@ def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path,
     )
     done = run("run", "--seeding", "sample", "show.py")
     assert done.stdout == "sample 2\nsample\n"
-    assert done.stderr.count("replaced 1 torch DataLoader in process") == 2
+    assert done.stderr.count("replaced 1 torch DataLoader in process") == 1  # of the script, not of the child
 
 
-def test_a_launcher_says_nothing_of_loaders_that_its_children_replaced(tmp_path: Path, run: Run) -> None:
-    """Where no child made one either, it says so."""
-    (tmp_path / "train.py").write_text(
-        "import sys, torch\nif sys.argv[1:]: torch.utils.data.DataLoader([0])\n"
-    )
-    for words, said in (["train.py", "1"], "replaced 1 torch"), (["train.py"], "replaced no torch"):
-        launch = f"import subprocess, sys\nsubprocess.run([sys.executable, *{words}])\n"
-        (tmp_path / "launch.py").write_text(launch)
-        (line,) = run("run", "launch.py").stderr.splitlines()
-        assert said in line
+LAUNCH = """
+import os, subprocess, sys
+for rank in "01":
+    variables = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+    subprocess.run([sys.executable, "show.py"], env=variables, check=True)
+"""
+
+
+def test_the_first_rank_alone_is_profiled(tmp_path: Path) -> None:
+    """The launcher used no loader, and is not told of."""
+    (tmp_path / "launch.py").write_text(LAUNCH)
+    (tmp_path / "show.py").write_text("from torch.utils.data import DataLoader\nlist(DataLoader([1, 2]))\n")
+    code, out, err = ended(tmp_path, "-m", "fastload", "profile", "launch.py")
+    assert (code, out, err.count(", 1 epochs, ")) == (0, "", 1), err
+
+
+TORCHRUN = """
+import fcntl, sys, torch, torch.distributed as dist
+from torch.utils.data import DataLoader
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print(rank, type(DataLoader([1])).__module__, sys.argv[1:], flush=True)
+lock = open("lock", "w")
+if rank == 0:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+dist.barrier()
+dist.destroy_process_group()
+fcntl.flock(lock, fcntl.LOCK_EX)  # rank 1 waits for the end of rank 0, which torchrun would end otherwise
+sys.exit(7 * rank)
+"""
+
+
+def test_torchrun_starts_ranks_with_our_loader(tmp_path: Path) -> None:
+    """One of them says so; the exit code is torchrun's, and it tells that of a rank that failed."""
+    (tmp_path / "ranks.py").write_text(TORCHRUN)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py", "--lr"]
+    code, out, err = ended(tmp_path, *RUN, *words, OMP_NUM_THREADS="1")
+    assert (code, "exitcode  : 7" in err) == (1, True), err
+    assert sorted(out.splitlines()) == [
+        f"{rank} fastload.integrations.replaced ['--lr']" for rank in range(2)
+    ]
+    (said,) = re.findall("^fastload: .*", err, re.MULTILINE)
+    assert re.match(r"fastload: replaced 1 torch DataLoader in process \d+, rank 0 \(", said)
 
 
 PIPELINES = """
@@ -452,7 +505,7 @@ def test_files_are_remembered_for_every_loader_of_a_script(tmp_path: Path, run: 
 
 @pytest.mark.parametrize("words", ["", "--quiet"])
 def test_lines_at_the_end_come_once_or_never(tmp_path: Path, run: Run, words: str) -> None:
-    """A program that shows log lines of every level gets them on standard error alone."""
+    """A program that shows log lines gets those at the end on standard error alone; none with --quiet."""
     (tmp_path / "logs.py").write_text(
         "import logging\nlogging.basicConfig(level=logging.INFO)\n" + READS.format(loader="torch.utils.data")
     )
@@ -460,16 +513,23 @@ def test_lines_at_the_end_come_once_or_never(tmp_path: Path, run: Run, words: st
     done = run("run", *words.split(), "--cache", "ram", "logs.py")
     counts = [done.stderr.count(text) for text in ("replaced ", " found, ")]
     assert counts == ([0, 0] if words else [1, 1]), done.stderr
+    assert ("fastload" in done.stderr) == (not words)
 
 
 @pytest.mark.parametrize("loader", ["torch.utils.data", "fastload"])
 def test_a_cache_of_no_use_is_told(tmp_path: Path, run: Run, loader: str) -> None:
-    """Where samples are in memory, after one epoch as well; the warning and the line at the end say why."""
+    """Where samples are in memory, after one epoch as well; the warning and the line at the end say why.
+
+    That no loader was replaced is told only where there was nothing else to do.
+    """
     (tmp_path / "memory.py").write_text(f"import {loader}\nlist({loader}.DataLoader([1, 2]))\n")
     told = run("run", "--cache", "ram", "memory.py").stderr
     assert "cache: nothing that list reads is remembered:\n" in told
     assert re.search(r"fastload: cache in process \d+: no decoding by a supported library was seen", told)
-    assert "cache" not in run("run", "memory.py").stderr
+    number = "1" if loader == "torch.utils.data" else "no"
+    assert ("replaced" in told) == (number == "1")
+    without = run("run", "memory.py").stderr
+    assert re.fullmatch(rf"fastload: replaced {number} torch DataLoader in process \d+\n", without)
 
 
 def test_a_rank_says_whose_hits_it_counts(tmp_path: Path, run: Run) -> None:
@@ -509,6 +569,10 @@ def train(ending):
         raise ValueError("child")
     if pid:
         os.waitpid(pid, 0)
+    if ending == "removed directory":
+        os.remove("train.py")
+        os.rmdir("out")
+        sys.exit(5)
     if ending == "profile":
         with fastload.profile():
             print("inside")
@@ -516,7 +580,6 @@ def train(ending):
 train(sys.argv[1])
 print("the end")
 """
-REMOVES = "import os, sys\nos.remove('train.py')\nos.rmdir('out')\nsys.exit(5)\n"
 WITH_WORKER = """
 import collections, sys, torch
 from torch.utils.data import DataLoader
@@ -542,21 +605,32 @@ FILE = ("--output", "a.json")
         ("interrupt", -signal.SIGINT, "0 workers: 7 batches, ", "KeyboardInterrupt\n"),
         ("fork", 0, "1 worker: 10 batches, ", ""),
         ("profile", 1, "0 workers: 10 batches, ", "`fastload profile`"),
-        ("removed directory", 5, "", "cannot write --output out/a.json: "),
+        ("removed directory", 5, "0 workers: 10 batches, ", "out/a.json: "),
     ],
 )
 def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str) -> None:
     """Once, with the script's exit code, traceback or signal, and the error of a file of ours."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "train.py").write_text(ENDING if report else REMOVES)
-    done = run("profile", *([] if report else ["--output", "out/a.json"]), "train.py", ending)
+    (tmp_path / "train.py").write_text(ENDING)
+    removes = ending == "removed directory"
+    done = run("profile", *(["--output", "out/a.json"] if removes else []), "train.py", ending)
     assert done.returncode == code, done.stderr
-    *_, before, last = ("", *re.split(f"{REPORT}{report}", done.stderr)) if report else ("", done.stderr)
-    assert said in last
-    assert done.stderr.count(" batches, ") == bool(report)
-    assert before == "" or "child" in before
-    assert not said.endswith("\n") or last.endswith(said)
+    before, _ = re.split(f"{REPORT}{report}", done.stderr)
+    assert said in (done.stderr if removes else before)
+    assert done.stderr.count(" batches, ") == 1
+    assert not said.endswith("\n") or before.replace("\ntrain_loader", said).endswith(said)
     assert "inside" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["run", "profile"])
+@pytest.mark.parametrize("name", ["profile", "seed_everything", "DataLoader"])
+def test_a_script_may_begin_with_an_import_of_ours(tmp_path: Path, command: str, name: str) -> None:
+    """The hook is then called in the middle of that import."""
+    (tmp_path / "train.py").write_text(
+        f"from fastload import {name}\nfrom torch.utils.data import DataLoader\nlist(DataLoader([1, 2]))\n"
+    )
+    code, _, err = ended(tmp_path, "-m", "fastload", command, "train.py")
+    assert (code, err.count("replaced 1 " if command == "run" else ", 1 epochs, ")) == (0, 1), err
 
 
 def test_the_file_is_named(run: Run, tmp_path: Path) -> None:
@@ -564,7 +638,7 @@ def test_the_file_is_named(run: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDING)
     done = run("profile", *FILE, "train.py", "code")
     assert done.returncode == 3
-    assert done.stderr.endswith("fastload: wrote a.json\n")
+    assert done.stderr.endswith(f"fastload: wrote {tmp_path}/a.json\n")
     report = json.loads((tmp_path / "a.json").read_text())
     assert [(loader["name"], loader["num_batches"]) for loader in report["loaders"]] == [("train_loader", 7)]
 
@@ -577,11 +651,11 @@ def test_the_file_is_named(run: Run, tmp_path: Path) -> None:
         pytest.param(["profile", *FILE, "train.py", "spawn"], marks=pytest.mark.thorough),
     ],
 )
-def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list[str]) -> None:
+def test_workers_find_the_script_s_classes(tmp_path: Path, words: list[str]) -> None:
     """By each start method; what they send comes back as an object of the script's class."""
     (tmp_path / "train.py").write_text(WITH_WORKER)
-    done = run(*words)
-    assert (done.returncode, done.stdout) == (0, "True 0\nTrue 10\nTrue 20\nTrue 30\n"), done.stderr
+    code, out, err = ended(tmp_path, "-m", "fastload", *words)
+    assert (code, out) == (0, "True 0\nTrue 10\nTrue 20\nTrue 30\n"), err
     if words[0] == "run":
         return
     (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]

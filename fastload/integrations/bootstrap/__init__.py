@@ -1,28 +1,29 @@
 """A folder for PYTHONPATH: Python imports the file `sitecustomize` in it when an interpreter starts.
 
-Interpreters inherit environment variables, so spawned and fork server workers, ranks that a launcher starts,
-and their own children are all reached. Interpreters that ignore the environment (`python -E`, `-I`, `-S`), or
-get a different one, are not.
+Interpreters inherit environment variables, so the script, its spawned and fork server workers, ranks that a
+launcher starts, and their own children are all reached. Interpreters that ignore the environment (`python
+-E`, `-I`, `-S`), or get a different one, are not.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from typing import Any
 
-from fastload.integrations.bootstrap import sitecustomize
-
-_FOLDER = os.path.dirname(__file__)
+SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings, as JSON
 
 
-def install_hook(hook: str) -> None:
-    """Call a function when torch's loader is imported: in this process, and in every interpreter it starts.
+def settings_here() -> tuple[dict[str, Any], bool]:
+    """The settings of the hook, and whether this process writes what `fastload` has to say.
 
-    Args:
-        hook: `"MODULE:FUNCTION"`. The function takes no arguments, and finds its settings in environment
-            variables. It runs in the middle of the import of torch, so it should import little.
+    The process that became python does, and each first rank of a machine; not the children of either.
     """
-    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folders[0] != _FOLDER:
-        os.environ["PYTHONPATH"] = os.pathsep.join([_FOLDER, *filter(None, folders)])
-    os.environ[sitecustomize.HOOK] = hook
-    sitecustomize.arm()
+    settings = json.loads(os.environ[SETTINGS])
+    rank = os.environ.get("RANK")
+    # A script can set RANK itself, and its workers inherit it.
+    is_worker = any(word.startswith("from multiprocessing.") for word in sys.orig_argv)
+    speaks = settings["pid"] == os.getpid() or (rank != settings["rank"] and not is_worker)
+    os.environ[SETTINGS] = json.dumps({**settings, "rank": rank})  # the children of a rank have its number
+    return settings, speaks and os.environ.get("LOCAL_RANK", "0") == "0"
