@@ -23,9 +23,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cache.build import inventory
+from fastload.cache import inventory
 from fastload.cache.file_cache import forget_stores
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.finished import LMDBCache
 from fastload.cache.ram import store as ram_store
 from fastload.cache.ram.store import open_store
 from fastload.cli import cache_commands, main
@@ -393,7 +393,7 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for_help, for_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
-    assert "fastload.cache.lmdb.lmdb_cache" in for_disk
+    assert "fastload.cache.finished" in for_disk
     assert "fastload.cache.ram.shared" in in_memory
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 

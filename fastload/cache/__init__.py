@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.cache.dataset import CacheInfo as CacheInfo
-    from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
+    from fastload.cache.finished import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
 else:
     from fastload.system.lazy_exports import public_names as _public_names
@@ -22,7 +22,7 @@ else:
         "fastload.cache",
         {
             "dataset": ("CachedDataset", "CacheInfo"),
-            "lmdb.lmdb_cache": ("LMDBCache",),
+            "finished": ("LMDBCache",),
             "ram.shared": ("SharedMemoryCache",),
         },
     )

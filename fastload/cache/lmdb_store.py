@@ -216,7 +216,7 @@ def _read_meta(path: str, fd: int) -> dict[str, Any]:
             text = txn.get(META_KEY)
     try:
         meta = dict(json.loads(text or b"null"))
-        version, _, _ = meta["version"], meta["uuid"], meta["finished"]
+        version, _, _, _ = meta["version"], meta["uuid"], salt_of(meta), meta["finished"]
     except (ValueError, TypeError, KeyError):
         raise CacheMismatchError(
             f"{path} is an LMDB file, but no cache that this version made: use a different path, or {_CURE}"
@@ -227,6 +227,14 @@ def _read_meta(path: str, fd: int) -> dict[str, Any]:
             f"different path, or {_CURE}"
         )
     return meta
+
+
+def salt_of(meta: dict[str, Any]) -> bytes:
+    """What the checksums of the records cover before their keys.
+
+    A key by sample is an index alone: in another file, another sample has it.
+    """
+    return bytes.fromhex(meta["uuid"]) if meta.get("kind") == "samples" else b""
 
 
 def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
@@ -251,6 +259,8 @@ def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
 
 def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
     """All keys, the sizes of their records, and whether these are intact."""
+    with env.begin() as txn:
+        salt = salt_of(json.loads(txn.get(META_KEY)))
     at: bytes | None = b""
     while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
         with env.begin(buffers=True) as txn, txn.cursor() as cursor:
@@ -264,7 +274,7 @@ def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
                     break
                 value = cursor.value()
                 if key != META_KEY:
-                    checked.append((key, len(value), is_intact(value, key)))
+                    checked.append((key, len(value), is_intact(value, salt + key)))
                 found = cursor.next()
         yield from checked
 
@@ -315,6 +325,11 @@ class LmdbStore:
         return _unpickled, (self.path, self.meta)
 
     @property
+    def salt(self) -> bytes:
+        """What the checksums of its records cover before their keys."""
+        return salt_of(self.meta)
+
+    @property
     def nbytes(self) -> int:
         """Size of the file."""
         return 0 if self._fd < 0 else os.fstat(self._fd).st_size
@@ -359,6 +374,16 @@ class LmdbStore:
                 copies.append(copy.data)
             return copies
 
+    def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
+        """Call a function with the records under some keys, which are valid until it returns."""
+
+        def lent(env: Any) -> Any:
+            with env.begin(buffers=True) as txn:
+                return use([None if key in self._damaged else txn.get(key) for key in keys])
+
+        with self._lock:
+            return self._tried(lent)
+
     def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Which keys are stored, `(n,) bool`, of keys `(n, key_bytes) uint8`."""
 
@@ -378,7 +403,8 @@ class LmdbStore:
         Raises:
             CacheCorruptError: The tree of the file is damaged.
         """
-        with self._lock, flocked(self._turn, wait_s=_FLUSH_S):
+        is_finished = self.meta["finished"]
+        with self._lock, contextlib.nullcontext() if is_finished else flocked(self._turn, wait_s=_FLUSH_S):
             problems = _problems(self._fd)
         if problems:
             raise CacheCorruptError(f"{self.path}: {problems[0]}: it is damaged; {_CURE}")

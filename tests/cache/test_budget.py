@@ -11,7 +11,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from fastload.cache.build import processes
+from fastload.cache import fill
 from fastload.system import budget as budget_module
 from fastload.system import cpus, ranks
 from fastload.system.budget import (

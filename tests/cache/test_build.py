@@ -28,14 +28,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload import errors
-from fastload.cache.build import inventory, processes
-from fastload.cache.build import writer as lmdb_writer
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.staging import lock_name, only_builder
-from fastload.cache.build.writer import writing
+from fastload.cache import inventory
+from fastload.cache import lmdb_store
+from fastload.cache.build import build_lmdb
+from fastload.cache.inventory import lock_name, only_builder
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.finished import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 import fastload
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.finished import LMDBCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheMismatchError, NondeterministicDatasetError, UnsupportedSampleError

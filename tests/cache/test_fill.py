@@ -19,7 +19,7 @@ import rich.console
 
 import fastload
 from fastload.cache import progress
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.progress import BuildProgress
 from fastload.cache.ram import registry

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import build_lmdb
 from fastload.cache.disk.disk_store import DiskFileStore
 from fastload.cache.disk.segments import SegmentWriter
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE

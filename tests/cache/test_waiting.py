@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache.build import staging
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.staging import lock_name, only_builder
+from fastload.cache import inventory
+from fastload.cache.build import build_lmdb
+from fastload.cache.inventory import lock_name, only_builder
 from fastload.cache.dataset import CachedDataset
 from fastload.errors import CacheBusyError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages, Calling, _hold, _release, building, exit_codes

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.build import build_lmdb
+from fastload.cache.finished import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, Made

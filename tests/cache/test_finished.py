@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import fastload
-from fastload.cache.build import writer as lmdb_writer
-from fastload.cache.build.build import build_lmdb
+from fastload.cache import lmdb_store
+from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.files import OpenFile
 from fastload.cache.lmdb.format import PADDING, pack_key
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.finished import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from fastload.batch.source import inside_subsets
-from fastload.cache.build.sources import MappedDataset
 from fastload.cache.records import decode, encode
+from fastload.cache.sources import MappedDataset
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.attributes import attributes
