@@ -17,10 +17,10 @@ import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import FailedSample, check_max_errors
-from fastload.cache.fill import Failure, fill
+from fastload.batch.failures import FailedSample
+from fastload.cache.fill import Failure, check_options, fill
 from fastload.cache.finished import KIND, Description, LMDBCache, check_source, described
-from fastload.cache.inventory import BESIDE, PARTIAL, REPORT, is_ours, only_builder
+from fastload.cache.inventory import BESIDE, NEW_BYTES, PARTIAL, REPORT, is_ours, only_builder
 from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.cache.random_check import read_unnoticed, readable
 from fastload.cache.samples import StoredSamples
@@ -32,7 +32,6 @@ from fastload.errors import (
     TooManyFailuresError,
 )
 from fastload.rng.draws import DrawWatch
-from fastload.system.checks import check_arguments, one_of
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import log
@@ -85,8 +84,7 @@ def build_lmdb(
     """
     if on_error == "replace":  # the word of DataLoader
         raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
-    check_arguments({"on_error": on_error}, {"on_error": one_of("raise", "skip")})
-    check_max_errors(max_errors, on_error, '"skip"')
+    check_options(num_workers, on_error, max_errors)
     path, known = os.path.abspath(path), dict(probed or {})
 
     def opened() -> LMDBCache:
@@ -114,7 +112,7 @@ def build_lmdb(
             _publish(path, force=force)
             store.path = path
         except BaseException as error:
-            _leave(store, path, error)
+            _leave(store, path, len(dataset), error)
             raise
     cache = LMDBCache(path)
     cache.reason = "built now, as it did not exist"
@@ -177,7 +175,7 @@ def _begin(path: str, here: Description, *, force: bool) -> LmdbStore:
     if force:
         is_ours(path)  # raises if it is something else
     with write_errors_as(CacheError, "the cache", partial):
-        if is_ours(partial) and os.path.getsize(partial):
+        if is_ours(partial) and os.path.getsize(partial) > NEW_BYTES:
             store = open_store(partial)
             there = described(store)
             why = there.difference(here)
@@ -190,7 +188,7 @@ def _begin(path: str, here: Description, *, force: bool) -> LmdbStore:
                     "(here: the dataset, there: the file). Remove it with "
                     f"{fastload_command('cache', 'rm', path)}, or build with --force on the command line"
                 )
-            _remove(partial)
+        _remove(partial)
         return open_store(partial, {"kind": KIND, KIND: asdict(here)})
 
 
@@ -200,15 +198,14 @@ def _remove(partial: str) -> None:
             os.unlink(partial + beside)
 
 
-def _leave(store: LmdbStore, path: str, error: BaseException) -> None:
+def _leave(store: LmdbStore, path: str, num_samples: int, error: BaseException) -> None:
     """Keep what an interrupted build has stored, and let its error say how to continue."""
     if store.meta["finished"]:
         return
-    store.flush()
+    store.close()
     if num_stored := store.num_records:
-        add_note(
-            error, f"{num_stored:,} samples are stored in {path}{PARTIAL}: the same build continues there"
-        )
+        kept = f"{num_stored:,} of {num_samples:,} samples are stored in {path}{PARTIAL}"
+        add_note(error, f"{kept}: run the same build again to continue")
     else:
         _remove(path + PARTIAL)
 
@@ -260,6 +257,8 @@ def _publish(path: str, *, force: bool) -> None:
     """
     partial = path + PARTIAL
     with write_errors_as(CacheError, "the cache", path):
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
         if not LMDBCache(partial).description.left_out:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path + REPORT)  # of an older cache
@@ -276,6 +275,9 @@ def _publish(path: str, *, force: bool) -> None:
                 ) from None
             except OSError:  # a file system without hard links
                 os.rename(partial, path)
+        for beside in BESIDE[1:]:  # a build that was killed in its last steps leaves them
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial + beside)
         sync_directory(os.path.dirname(path))
 
 

@@ -29,7 +29,7 @@ from fastload.batch.failures import FailedSample, check_left_out, check_max_erro
 from fastload.batch.source import expect
 from fastload.cache.progress import BuildProgress
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError, WorkerDiedError
-from fastload.system.checks import as_int, check_arguments, one_of
+from fastload.system.checks import as_int, check_arguments, integer, one_of, optional
 from fastload.system.child_process import enter_child, handlers_blocked
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.notes import add_note
@@ -103,6 +103,18 @@ class _Answer(NamedTuple):
     failure: Failure | None = None
 
 
+def check_options(num_workers: int | None, on_error: str, max_errors: int | float) -> None:
+    """Check the user's arguments of `fill`.
+
+    Raises:
+        TypeError, ValueError: One of them is invalid.
+    """
+    number = None if num_workers is None else as_int("num_workers", num_workers)
+    options = {"num_workers": number, "on_error": on_error}
+    check_arguments(options, {"num_workers": optional(integer(0)), "on_error": one_of("raise", "skip")})
+    check_max_errors(max_errors, on_error, '"skip"')
+
+
 def fill(
     dataset: Filled,
     left_out: list[FailedSample],
@@ -126,8 +138,7 @@ def fill(
         title: Of the progress.
         shown: Draw a bar, if standard error is a terminal.
     """
-    check_arguments({"on_error": on_error}, {"on_error": one_of("raise", "skip")})
-    check_max_errors(max_errors, on_error, '"skip"')
+    check_options(num_workers, on_error, max_errors)
     cache = dataset.cache
     missing, nbytes = cache.missing().tolist(), cache.nbytes
     if not missing:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 import struct
 import time
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"  # the end of the name of an unfinished cache
 REPORT = ".errors.jsonl"  # of a cache's report
 BESIDE = ("", "-lock", "-boot")  # LMDB's file, and what lies beside it while it is filled
+NEW_BYTES = 2 * mmap.PAGESIZE  # of a file of LMDB that is empty, or whose first write was cut short
 _LMDB_MAGIC = struct.pack("=I", 0xBEEFC0DE)
 _MAGIC_AT = 16  # behind the header of the first page
 _POLL_S = 0.2
@@ -86,12 +88,14 @@ def list_caches(path: str) -> list[CacheOnDisk]:
 
 
 def _look(path: str) -> CacheOnDisk | None:
-    try:
-        files = files_of(path)
-    except (CacheMismatchError, FileNotFoundError):
+    found = []
+    for own in (path, path + PARTIAL):
+        with contextlib.suppress(CacheMismatchError):  # another program's
+            found += [own] * is_ours(own)
+    if not found:
         return None
-    nbytes = size_of(files)
-    if files[0] != path:
+    nbytes = size_of(_with_others(found, path))
+    if found[0] != path:
         state = "building" if is_being_built(path) else "unfinished"
         return CacheOnDisk(path, state, nbytes, problem="it was interrupted: run the build again")
     try:
@@ -109,11 +113,17 @@ def files_of(path: str) -> list[str]:
         CacheMismatchError: Something else is at the path.
         PermissionError: It cannot be read.
     """
-    os.stat(os.path.dirname(path))
-    files = [main for main in (path, path + PARTIAL) if is_ours(main)]
-    if not files:
+    with contextlib.suppress(NotADirectoryError):
+        os.stat(path)  # raises if the directory cannot be entered
+    found = [own for own in (path, path + PARTIAL) if is_ours(own)]
+    if not found:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
-    files = [main + end for main in files for end in BESIDE]
+    return _with_others(found, path)
+
+
+def _with_others(found: list[str], path: str) -> list[str]:
+    """The files of a cache, with those beside them."""
+    files = [own + end for own in found for end in BESIDE]
     return [file for file in (*files, path + REPORT) if os.path.isfile(file)]
 
 
@@ -138,8 +148,9 @@ def is_ours(path: str) -> bool:
     if os.path.isfile(path) and not os.path.islink(path):
         with open(path, "rb") as file:
             start = file.read(_MAGIC_AT + len(_LMDB_MAGIC))
-        if not start and path.endswith(PARTIAL):
-            return True
+        if path.endswith(PARTIAL) and os.path.getsize(path) <= NEW_BYTES:
+            if not start[:_MAGIC_AT].strip(b"\0\x08") and _LMDB_MAGIC.startswith(start[_MAGIC_AT:]):
+                return True
         if start[_MAGIC_AT:] == _LMDB_MAGIC:
             with contextlib.suppress(CacheCorruptError):
                 open_store(path)

@@ -11,8 +11,8 @@ from torch.utils.data import Subset
 
 import fastload
 from fastload.cache.build import build_lmdb
-from fastload.cache.random_check import reject_random
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.random_check import reject_random
 from fastload.errors import (
     CacheMismatchError,
     ImageReadError,

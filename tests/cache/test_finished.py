@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import numpy as np
 import pytest
+from fastload.cache.lmdb.files import OpenFile
+from fastload.cache.lmdb.format import PADDING, pack_key
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import fastload
-from fastload.cache import lmdb_store
 from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.lmdb.files import OpenFile
-from fastload.cache.lmdb.format import PADDING, pack_key
 from fastload.cache.finished import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader

@@ -13,8 +13,8 @@ import pytest
 
 from fastload.cache import inventory
 from fastload.cache.build import build_lmdb
-from fastload.cache.inventory import lock_name, only_builder
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.inventory import lock_name, only_builder
 from fastload.errors import CacheBusyError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages, Calling, _hold, _release, building, exit_codes
 from tests.cache.zoo import Images
@@ -45,7 +45,7 @@ def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             Busy.ended()
             job.ask(_release)
 
-    monkeypatch.setattr(staging, "_sleep", sleep)
+    monkeypatch.setattr(inventory, "_sleep", sleep)
     yield Busy
     job.end()
 
