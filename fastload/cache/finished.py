@@ -187,9 +187,9 @@ class LMDBCache(StoredSamples):
         self.reason = "opened by its path"
         self._is_closed = False
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
-        self._opened: tuple[LmdbStore, Description] | None = open_finished(self.path)
-        store, description = self._opened
+        store, description = open_finished(self.path)
         super().__init__(store, description.num_samples)
+        self._description: Description | None = description
         self._uuid = store.meta["uuid"]
         self._left_out = frozenset(description.left_out)
         self._indices: npt.NDArray[np.intp] | None = None  # of the samples, if they are numbered anew
@@ -199,7 +199,12 @@ class LMDBCache(StoredSamples):
 
     def __getstate__(self) -> dict[str, Any]:
         is_closed = self._is_closed and is_for_child()
-        changes = {"_store": None, "_opened": None, "_is_closed": is_closed, "_spec": self._spec_to_pickle()}
+        changes = {
+            "_store": None,
+            "_description": None,
+            "_is_closed": is_closed,
+            "_spec": self._spec_to_pickle(),
+        }
         return {**vars(self), **changes, "reason": "opened by its path"}
 
     def _spec_to_pickle(self) -> Spec | None:
@@ -207,9 +212,9 @@ class LMDBCache(StoredSamples):
 
         None if it is unknown, or if this process has not imported those classes.
         """
-        if self._opened is None:
+        if self._description is None:
             return self._spec
-        text = self.description.spec
+        text = self._description.spec
         spec = None if text is None else Spec.parse(text.encode("ascii"))
         try:
             pickle.dumps(spec)
@@ -217,26 +222,23 @@ class LMDBCache(StoredSamples):
             return None
         return spec
 
-    def _open(self) -> tuple[LmdbStore, Description]:
+    def _open(self) -> LmdbStore:
         with _opening:  # of the threads that meet an unpickled cache, one opens it
-            if self._opened is None:
-                store, description = open_finished(self.path)
+            if self._store is None:
+                store, self._description = open_finished(self.path)
                 if store.meta["uuid"] != self._uuid:
                     raise CacheMismatchError(
                         f"{self.path} was replaced by a different cache while it was in use"
                     )
-                self._opened = store, description
-            return self._opened
-
-    @property
-    def store(self) -> LmdbStore:
-        """The file, which this process opens now if it has not."""
-        return (self._opened or self._open())[0]
+                self._store = store
+            return self._store
 
     @property
     def description(self) -> Description:
         """What the file says about the cache, such as the classes."""
-        return (self._opened or self._open())[1]
+        if self._description is None:
+            _, self._description = open_finished(self.path)
+        return self._description
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -244,6 +246,11 @@ class LMDBCache(StoredSamples):
     def is_closed(self) -> bool:
         """Whether close() was called; a closed cache returns no samples."""
         return self._is_closed
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file; 0 after close()."""
+        return 0 if self._is_closed else self.store.nbytes
 
     @property
     def num_cached(self) -> int:
@@ -286,7 +293,10 @@ class LMDBCache(StoredSamples):
         Raises:
             CacheCorruptError: The record is damaged or missing.
         """
-        return super().get(self._number(index)) if index in self else None
+        if index not in self:
+            return None
+        self._check_unchanged()
+        return super().get(self._number(index))
 
     def put(self, index: int, sample: Any) -> bool:
         """False: a finished file takes no more samples."""
@@ -300,7 +310,20 @@ class LMDBCache(StoredSamples):
         """
         if self._is_closed or not self._left_out.isdisjoint(indices.tolist()):
             return None
+        self._check_unchanged()
         return super().gather(indices if self._indices is None else self._indices[indices], allocate)
+
+    def _check_unchanged(self) -> None:
+        """Check that no program has written into the file, as far as its size and times tell.
+
+        Raises:
+            CacheMismatchError: One has.
+        """
+        if self.store.is_overwritten:
+            raise CacheMismatchError(
+                f"the file at {self.path} was changed while it was open, by a program that writes into a "
+                "file (such as cp) instead of replacing it (such as mv): open the cache again"
+            )
 
     def _number(self, index: int) -> int:
         """The index of a sample in the dataset that the cache was built of."""
@@ -326,12 +349,16 @@ class LMDBCache(StoredSamples):
 
         Raises:
             CacheCorruptError: The file is damaged outside of its records.
+            CacheMismatchError: It was changed while it was open.
         """
+        self._check_unchanged()
         return [int.from_bytes(key, "big") for key in damaged_keys(self.store, shown=progress)]
 
     def close(self) -> None:
         """Release this object's file; samples that were handed out stay valid."""
-        self._is_closed = True
+        store, self._store, self._is_closed = self._store, None, True
+        if store is not None:
+            store.close()
 
 
 def open_finished(path: str) -> tuple[LmdbStore, Description]:
@@ -356,10 +383,10 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
     description = described(store)
     if not store.meta["finished"]:
         raise CacheMismatchError(f"{path} is the file of an unfinished build: run the build again")
-    if store.num_records != description.num_samples - len(description.left_out):
+    num_records = description.num_samples - len(description.left_out)
+    if store.num_records != num_records:
         raise CacheCorruptError(
-            f"{path} should have {description.num_samples:,} samples without {len(description.left_out):,}, "
-            f"but has {store.num_records:,}: {CURE}"
+            f"{path} should have {num_records:,} records, but has {store.num_records:,}: {CURE}"
         )
     return store, description
 

@@ -148,9 +148,9 @@ def is_ours(path: str) -> bool:
     if os.path.isfile(path) and not os.path.islink(path):
         with open(path, "rb") as file:
             start = file.read(_MAGIC_AT + len(_LMDB_MAGIC))
-        if path.endswith(PARTIAL) and os.path.getsize(path) <= NEW_BYTES:
-            if not start[:_MAGIC_AT].strip(b"\0\x08") and _LMDB_MAGIC.startswith(start[_MAGIC_AT:]):
-                return True
+        is_new = path.endswith(PARTIAL) and os.path.getsize(path) <= NEW_BYTES
+        if is_new and not start[:_MAGIC_AT].strip(b"\0\x08") and _LMDB_MAGIC.startswith(start[_MAGIC_AT:]):
+            return True
         if start[_MAGIC_AT:] == _LMDB_MAGIC:
             with contextlib.suppress(CacheCorruptError):
                 open_store(path)

@@ -10,7 +10,7 @@ from fastload.cache.columns import INT64_BYTES
 from fastload.cache.records import PREFIX_AT, decode, is_intact, outline, record_parts
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.store import INDEX_BYTES, index_key
-from fastload.errors import CacheCorruptError
+from fastload.errors import CacheCorruptError, CacheError
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import build_batch, flatten
@@ -37,14 +37,17 @@ class StoredSamples(SampleCache):
     layout = "lmdb"
 
     def __init__(self, store: LmdbStore, num_samples: int) -> None:
-        self._store = store
+        self._store: LmdbStore | None = store
         self._salt = store.salt
         self.num_samples = num_samples
 
     @property
     def store(self) -> LmdbStore:
         """What keeps them."""
-        return self._store
+        return self._open() if self._store is None else self._store
+
+    def _open(self) -> LmdbStore:
+        raise CacheError("the samples were closed")
 
     def explain(self) -> str:
         """Where the samples are, and how many."""
