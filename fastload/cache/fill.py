@@ -40,7 +40,6 @@ from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from fastload.cache.sample_cache import SampleCache
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time
@@ -58,8 +57,8 @@ class Filled(Protocol):
     """A dataset whose samples a cache stores."""
 
     @property
-    def cache(self) -> SampleCache:
-        """The cache."""
+    def cache(self) -> Any:
+        """The cache, which has `num_samples`, `nbytes`, `missing()` and `flush()` as a `SampleCache` does."""
         ...
 
     def _store(self, index: int) -> bool:
