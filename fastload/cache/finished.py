@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
-import PIL.Image  # the submodule, so workers, which are forked from builds, inherit it
 
 from fastload.cache.fingerprint import KEY_PART, Fingerprint
 from fastload.cache.inventory import PARTIAL, damaged_keys
@@ -90,6 +89,8 @@ class Description:
             probed: Samples that were read, by index; without sample 0 if it cannot be read.
             fingerprint: Of the samples.
         """
+        import PIL.Image  # here: reading needs none; the submodule, so that forked workers inherit it
+
         spec = checksum = None
         if 0 in probed:
             try:
@@ -369,12 +370,7 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
         CacheMismatchError: It is not a finished cache of samples of this format.
         CacheCorruptError: It is damaged.
     """
-    try:
-        store = open_store(path)
-    except FileNotFoundError as error:
-        partial = path + PARTIAL
-        hint = f"; {partial} is left of a build: run it again" if os.path.exists(partial) else ""
-        raise FileNotFoundError(f"{error}{hint}") from None
+    store = open_existing(path)
     if store.meta["kind"] != KIND:
         raise CacheMismatchError(
             f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
@@ -389,6 +385,16 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
             f"{path} should have {num_records:,} records, but has {store.num_records:,}: {CURE}"
         )
     return store, description
+
+
+def open_existing(path: str) -> LmdbStore:
+    """The file of a cache; the error of one that is missing names what is left of its build."""
+    try:
+        return open_store(path)
+    except FileNotFoundError as error:
+        partial = path + PARTIAL
+        hint = f"; {partial} is left of a build: run it again" if os.path.exists(partial) else ""
+        raise FileNotFoundError(f"{error}{hint}") from None
 
 
 def described(store: LmdbStore) -> Description:

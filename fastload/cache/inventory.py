@@ -113,8 +113,8 @@ def files_of(path: str) -> list[str]:
         CacheMismatchError: Something else is at the path.
         PermissionError: It cannot be read.
     """
-    with contextlib.suppress(NotADirectoryError):
-        os.stat(path)  # raises if the directory cannot be entered
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)  # raises if the directory cannot be entered
     found = [own for own in (path, path + PARTIAL) if is_ours(own)]
     if not found:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")

@@ -50,7 +50,7 @@ from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import read_text, resource
 from fastload.system.locks import fcntl, flock_fd, flocked
 from fastload.system.logs import log
-from fastload.system.os_errors import why_unwritable
+from fastload.system.os_errors import why_unreadable, why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +110,9 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
     except OSError as error:
         if create is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise FileNotFoundError(f"there is no cache at {path}") from None
-        what = "read" if create is None else "make"
-        raise CacheError(f"cannot {what} the cache {path}: {why_unwritable(error, path)}") from error
+        if create is None:
+            raise CacheError(f"cannot read the cache {why_unreadable(error)}") from error
+        raise CacheError(f"cannot make the cache {path}: {why_unwritable(error, path)}") from error
     with _stores_lock:
         key = (status := os.fstat(fd)).st_dev, status.st_ino
         store = _stores.get(key)
@@ -173,8 +174,9 @@ def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[s
     except lmdb.Error as error:
         if "already open" in str(error):
             return {}, f"{path} is open in this process through py-lmdb: close it there"
+        reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
         raise CacheMismatchError(
-            f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
+            f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {_CURE}"
         ) from error
     except OSError as error:
         if isinstance(error, CacheError):

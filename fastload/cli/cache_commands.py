@@ -111,6 +111,7 @@ def build(
     was_built = force or not os.path.exists(dest)
     started_s = time.monotonic()
     from fastload.cache.build import build_lmdb
+    from fastload.cache.inventory import list_caches
 
     with _opened(source, size) as (dataset, fingerprint):
         options |= {"num_workers": num_workers, "fingerprint": fingerprint}
@@ -118,7 +119,7 @@ def build(
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     cache.close()
-    (details,) = map(_details, _listed(dest))
+    (details,) = map(_details, list_caches(dest))
     skipped = _skipped(details)
     # If it was built, the log has a line about the skipped samples.
     lines = [
@@ -134,41 +135,46 @@ def _build_files(
     source: str, dest: str, num_workers: int | None, on_error: Any, max_errors: Any, *, force: bool
 ) -> Answer:
     """Decode the files that SOURCE reads, into a directory at DEST: an epoch of a loader."""
-    from fastload.cache import inventory
     from fastload.cache.disk.upkeep import details_of
-    from fastload.cache.fill import choose_workers, decode_images, fill_files
+    from fastload.cache.fill import choose_workers
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
     from fastload.loader import DataLoader
     from fastload.readers.request import CACHE_VARIABLE, requested_cache
 
+    if force:
+        raise CommandError("--force is for caches of samples: remove DEST, or omit it")
     if is_folder(source) and is_url(source):
         raise CommandError("with --by file, SOURCE is on this machine: pass a path")
     if requested_cache("ram") is None:
         raise CommandError(f"{CACHE_VARIABLE}=off turns off what --by file fills: unset it")
-    if force:
-        with contextlib.suppress(FileNotFoundError):
-            inventory.remove(dest)
     started_s = time.monotonic()
     with users_code(source):
         dataset = OpenedImages(source) if is_folder(source) else open_source(source)
         # A text takes the place of a sample that is left out.
         options: Any = {"on_error": str, "max_errors": max_errors} if on_error == "skip" else {}
         options |= {"num_workers": choose_workers(num_workers, len(dataset)), "cache": f"lmdb:{dest}"}
-        with DataLoader(dataset, 16, collate_fn=decode_images, **options) as loader:
-            fill_files(dest, loader, len(dataset), shown=not is_quiet())
+        with DataLoader(dataset, 16, collate_fn=_decode_images, **options) as loader:
+            for _ in loader:
+                pass
     details, elapsed_s = details_of(dest), time.monotonic() - started_s
+    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
     lines = [
-        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_decoded(details)}",
+        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {files}",
         f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
     ]
     return Answer({**details, "num_samples": len(dataset), "elapsed_s": round(elapsed_s, 3)}, lines)
 
 
-def _decoded(details: dict[str, Any]) -> str:
-    """The contents of a directory of decoded files, in one line; from its details."""
-    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
-    return f"{files}, {readable_size(details['nbytes'])}"
+def _decode_images(samples: list[Any]) -> None:
+    """Decode the images in samples, which Pillow leaves to whoever uses them."""
+    from PIL import Image
+
+    from fastload.nested.tree import leaves
+
+    for leaf in leaves(samples):
+        if isinstance(leaf, Image.Image):
+            leaf.load()
 
 
 @contextlib.contextmanager
@@ -196,13 +202,19 @@ CachePath = Annotated[
 @answers(app, short_help="Check the checksum of every record.")
 def verify(path: CachePath) -> Answer:
     """Read the whole cache: check its structure, and compare every record with its checksum."""
-    from fastload.cache.finished import KIND, open_finished
-    from fastload.cache.inventory import damaged_keys
+    from fastload.cache.finished import KIND, open_existing, open_finished
+    from fastload.cache.inventory import PARTIAL, damaged_keys
 
-    (cache,) = _listed(path, alone=True)
-    if cache.store is None:
-        raise CommandError(f"{cache.path}: {cache.problem}", ExitCode.FAILED)
-    store, is_by_sample = cache.store, cache.store.meta["kind"] == KIND
+    if os.path.isdir(path):
+        listing = fastload_command("cache", "ls", path)
+        raise CommandError(f"{path} is a directory: {listing} lists the caches in it", ExitCode.FAILED)
+    try:
+        store = open_existing(path)
+    except FileNotFoundError as error:
+        if os.path.lexists(path + PARTIAL):
+            raise CommandError(str(error), ExitCode.FAILED) from error
+        raise
+    is_by_sample = store.meta["kind"] == KIND
     if is_by_sample:
         open_finished(path)  # what it says of itself
     damaged = damaged_keys(store, shown=not is_quiet())
@@ -235,9 +247,11 @@ def ls(
 
     Caches in memory are those that your running processes share.
     """
+    from fastload.cache.inventory import list_caches
+
     lines, result = ([], {}) if path is not None else _in_memory()
     directory = path or os.getcwd()
-    caches = _listed(directory)
+    caches = list_caches(directory)
     result["disk"] = details = [_details(cache) for cache in caches]
     if path is not None and [cache.path for cache in caches] == [path]:
         return Answer(result, _shown(details[0]))
@@ -392,16 +406,6 @@ def hold(
 
 
 # --- what a cache holds ----------------------------------------------------------------------------------
-
-
-def _listed(path: str, *, alone: bool = False) -> list[CacheOnDisk]:
-    """The cache at a path, or, unless it should be `alone`, those in a directory."""
-    from fastload.cache.inventory import list_caches
-
-    if alone and os.path.isdir(path):
-        listing = fastload_command("cache", "ls", path)
-        raise CommandError(f"{path} is a directory: {listing} lists the caches in it", ExitCode.FAILED)
-    return list_caches(path)
 
 
 def _details(cache: CacheOnDisk) -> dict[str, Any]:
