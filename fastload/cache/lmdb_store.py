@@ -74,6 +74,7 @@ _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
 _CURE = "remove it, and build the cache again"
+_OPEN_HERE = "it is open in this process through py-lmdb, so close it there"
 _OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
 
@@ -168,7 +169,7 @@ def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[s
         return _read_meta(path, fd), None
     except lmdb.Error as error:
         if "already open" in str(error):
-            return {}, f"{path} is open in this process through py-lmdb: close it there"
+            return {}, _OPEN_HERE
         raise CacheMismatchError(
             f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
         ) from error
@@ -572,7 +573,7 @@ class LmdbStore:
         except (lmdb.Error, OSError) as error:
             reason = f"LMDB cannot open it: {error}"
             if "already open" in str(error):
-                reason = "it is open in this process through py-lmdb, so close it there"
+                reason = _OPEN_HERE
             elif isinstance(error, lmdb.LockError):
                 reason = _OTHER_SPACE
             elif isinstance(error, lmdb.MemoryError):
