@@ -697,14 +697,14 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     (listed,) = told("ls", tmp_path)["disk"]
     assert (listed["path"], listed["state"], listed["num_files"]) == (str(dest), "files", 3)
     assert told("ls", dest)["disk"] == [listed]
-    assert told("verify", dest) == {"path": str(dest), "num_pixels": 3, "num_damaged": 0}
-    with open(dest / "00000.pixels", "r+b") as file:
-        file.write(b"damage")
-    assert "1 of 3 records are damaged" in run("verify", dest).stdout
+    assert told("verify", dest) == {"path": str(dest), "num_records": 6, "num_damaged": 0}
+    content = dest.read_bytes()
+    dest.write_bytes(content.replace(Image.open(root / "a" / "2.jpg").tobytes()[:600], b"damage" * 100))
+    assert "1 of 6 records are damaged" in run("verify", dest).stdout
     assert told("verify", dest, code=1)["num_damaged"] == 1
-    assert sorted(told("rm", dest, "--yes")["caches"][0]["removed"]) == sorted(
-        [str(dest), *(f"{dest}/{name}" for name in ("00000.pixels", "00000.rows", "files.json"))]
-    )
+    assert told("rm", dest, "--yes")["caches"][0]["removed"] == [
+        f"{dest}{name}" for name in ("", "-lock", "-boot")
+    ]
     assert not dest.exists()
 
 

@@ -32,6 +32,7 @@ import threading
 import time
 import uuid
 import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,17 +65,18 @@ _BATCH_BYTES, _BATCH_RECORDS = 16 << 20, 64  # pending, from which on a process 
 _PENDING_BYTES, _PENDING_SHARE = 128 << 20, 1 / 16  # at most, of one process; of the free memory, of all
 _IDLE_S = 0.5  # after so long, an access tries to commit fewer
 _CLOSE_S, _FLUSH_S = 1.0, 600.0  # that close() and flush() wait for a turn
+_SYNC_AFTER_S = 60.0  # since the last commit: the system has written all by then, so nobody waits
+_POLL_S = 0.001
 _RETRY_S = 60.0  # after the disk was full
 _MAX_READERS = 2048
 _MAP_BYTES = 1 << 40
 _CHUNK_KEYS = 1024
-_LOCK, _BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
+BESIDE = _LOCK, _BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
 _CURE = "remove it, and build the cache again"
-_OPEN_HERE = "it is open in this process through py-lmdb, so close it there"
 _OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
 
@@ -126,6 +128,11 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
     return store
 
 
+def files_of(path: str) -> list[str]:
+    """The file of a store, and those beside it."""
+    return [path, *(path + suffix for suffix in BESIDE if os.path.exists(path + suffix))]
+
+
 def _descriptor(path: str, flags: int) -> int:
     """Read and write, if that is allowed, for making the file and for locks of all kinds."""
     always = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -141,7 +148,7 @@ def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
     """A pickled store in another process."""
     try:
         store = open_store(path)
-        if store.meta["uuid"] == meta["uuid"]:
+        if store.meta.get("uuid") == meta.get("uuid"):
             return store
         problem = f"{path} was replaced by another file"
     except (CacheError, FileNotFoundError) as error:
@@ -168,8 +175,8 @@ def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[s
             _make(path, fd, create)
         return _read_meta(path, fd), None
     except lmdb.Error as error:
-        if "already open" in str(error):
-            return {}, _OPEN_HERE
+        if (reason := _why_unopened(error)) is not None:
+            return {}, reason
         raise CacheMismatchError(
             f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
         ) from error
@@ -179,6 +186,17 @@ def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[s
         raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
     finally:
         os.close(again)
+
+
+def _why_unopened(error: Exception) -> str | None:
+    """Why a file that may be right is not opened here."""
+    if "already open" in str(error):
+        return "it is open in this process through py-lmdb, so close it there"
+    if isinstance(error, lmdb.LockError):
+        return _OTHER_SPACE
+    if isinstance(error, lmdb.MemoryError):
+        return "the address space of this process is too small for it: raise `ulimit -v`"
+    return None
 
 
 def _boot_id() -> bytes:
@@ -199,10 +217,10 @@ def _problems(fd: int) -> list[str]:
 
 
 def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
-    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "finished": False, **fields}
+    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "created_s": time.time(), "finished": False}
     with _quiet(fd) as env, env.begin(write=True) as txn:
         if not txn.stat()["entries"]:
-            txn.put(META_KEY, json.dumps(meta).encode("ascii"))
+            txn.put(META_KEY, json.dumps({**meta, **fields}).encode("ascii"))
     sync_directory(os.path.dirname(path))
 
 
@@ -268,6 +286,11 @@ def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
                     checked.append((key, len(value), is_intact(value, key)))
                 found = cursor.next()
         yield from checked
+
+
+def _keys(env: Any) -> list[bytes]:
+    with env.begin() as txn, txn.cursor() as cursor:
+        return [key for key in cursor.iternext(values=False) if key != META_KEY]
 
 
 # --- a store ----------------------------------------------------------------------------------------------
@@ -347,18 +370,18 @@ class LmdbStore:
             starts = np.cumsum(
                 [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
             ).tolist()
-            memory = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
-            memory = memory[-memory.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
-            copies: list[memoryview | None] = []
+            block = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
+            memory = block[-block.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
             for start, value in zip(starts, values, strict=False):
-                if value is None:
-                    copies.append(None)
-                    continue
-                copy = memory[start : start + len(value)]
-                copy[:] = np.frombuffer(value, np.uint8)
-                copy.flags.writeable = False
-                copies.append(copy.data)
-            return copies
+                if value is not None:
+                    memory[start : start + len(value)] = np.frombuffer(value, np.uint8)
+            block.flags.writeable = memory.flags.writeable = (
+                False  # the owner, too: else its views can be made so
+            )
+            return [
+                None if value is None else memory[start : start + len(value)].data
+                for start, value in zip(starts, values, strict=False)
+            ]
 
     def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Which keys are stored, `(n,) bool`, of keys `(n, key_bytes) uint8`."""
@@ -373,6 +396,11 @@ class LmdbStore:
         with self._lock:
             return np.array(self._tried(held) or [False] * len(keys), np.bool_)
 
+    def all_keys(self) -> list[bytes]:
+        """All keys that are stored."""
+        with self._lock:
+            return self._tried(_keys) or []
+
     def checked(self) -> Iterator[tuple[bytes, int, bool]]:
         """All keys, the bytes of their records, and whether these are intact.
 
@@ -382,7 +410,7 @@ class LmdbStore:
         with self._lock, flocked(self._turn, wait_s=_FLUSH_S):
             problems = _problems(self._fd)
         if problems:
-            raise CacheCorruptError(f"{self.path}: {problems[0]}: it is damaged; {_CURE}")
+            raise CacheCorruptError(f"{self.path} is damaged ({problems[0]}): {_CURE}")
         yield from _checked(self._opened())
 
     def _tried(self, work: Callable[[Any], Any]) -> Any:
@@ -419,6 +447,7 @@ class LmdbStore:
                 self._commit()
             if not self.has_room(len(record)):
                 return False
+            _commit_at_end()
             self._pending[key] = record
             self._pending_bytes += len(record)
             most_bytes = min(_BATCH_BYTES, self._max_pending_bytes // 2)
@@ -434,14 +463,16 @@ class LmdbStore:
                 _DAMAGE, f"{self.path} has damaged records, which are replaced: the disk may be failing"
             )
 
-    def flush(self, wait_s: float = _FLUSH_S) -> None:
-        """Commit what is pending; waits for this process's turn, but not for ever."""
+    def flush(self, wait_s: float = _FLUSH_S) -> bool:
+        """Commit what is pending; False if other processes commit for longer than this waits."""
         until_s = time.monotonic() + wait_s
         while self._pending:
             with self._lock:
-                if self._commit() or not self.has_room(0) or time.monotonic() >= until_s:
-                    return
-            time.sleep(0.001)  # without the lock
+                self._commit()
+            if self._pending and time.monotonic() >= until_s:
+                return False
+            time.sleep(_POLL_S)  # without the lock
+        return True
 
     def _commit(self) -> bool:
         """Commit what is pending, if it is this process's turn now. The lock is held."""
@@ -517,14 +548,14 @@ class LmdbStore:
         self._damaged.clear()
 
     def sync(self) -> None:
-        """Sync all commits to the disk, and say so there."""
-        if self._fd < 0 or not os.path.exists(self.path + _BOOT):
-            return
-        os.fdatasync(self._fd)  # the most of it, while others commit
-        with self._lock, flocked(self._turn, wait_s=_CLOSE_S) as has_turn:
-            if has_turn:
-                os.fdatasync(self._fd)
-                os.unlink(self.path + _BOOT)
+        """Sync all commits to the disk, and remove the marker, unless a process commits now."""
+        with contextlib.suppress(OSError, _RefusedError):
+            os.stat(self.path + _BOOT)
+            os.fdatasync(self._fd)  # the most of it, while others read and commit
+            with self._lock, flocked(self._turn) as has_turn:
+                if has_turn:
+                    os.fdatasync(self._fd)
+                    os.unlink(self.path + _BOOT)
 
     def finish(self, fields: dict[str, Any] | None = None) -> None:
         """Commit and sync all, and let nobody write to the file any more.
@@ -544,9 +575,8 @@ class LmdbStore:
                 self._written(lambda txn: txn.put(META_KEY, json.dumps(meta).encode("ascii")))
                 os.fdatasync(self._fd)
                 self._close_env()
-                for suffix in (_BOOT, _LOCK):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(self.path + suffix)
+                for file in files_of(self.path)[1:]:
+                    os.unlink(file)
                 self.meta = meta
         except (_RefusedError, OSError, lmdb.Error) as error:
             raise CacheError(f"cannot finish the cache {self.path}: {error}") from error
@@ -556,6 +586,8 @@ class LmdbStore:
         self.flush(_CLOSE_S)
         with self._lock:
             self._close_env()
+        if self._fd >= 0 and time.time() - os.fstat(self._fd).st_mtime > _SYNC_AFTER_S:
+            self.sync()
 
     # --- the environment of this process ------------------------------------------------------------------
 
@@ -571,14 +603,7 @@ class LmdbStore:
             if self.meta["finished"]:
                 self._env = _quiet(self._fd, readonly=True, max_spare_txns=1)
         except (lmdb.Error, OSError) as error:
-            reason = f"LMDB cannot open it: {error}"
-            if "already open" in str(error):
-                reason = _OPEN_HERE
-            elif isinstance(error, lmdb.LockError):
-                reason = _OTHER_SPACE
-            elif isinstance(error, lmdb.MemoryError):
-                reason = "the address space of this process is too small for it: raise `ulimit -v`"
-            raise _RefusedError(reason) from error
+            raise _RefusedError(_why_unopened(error) or f"LMDB cannot open it: {error}") from error
         return self._env
 
     def _open_live(self) -> None:
@@ -666,6 +691,22 @@ def _pid_namespace() -> int:
 def _close(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
+
+
+# --- the end of a process ---------------------------------------------------------------------------------
+
+_ending: list[int] = []  # the process that will commit at its end
+
+
+def _commit_at_end() -> None:
+    if _ending != [os.getpid()]:
+        _ending[:] = [os.getpid()]
+        Finalize(None, _commit_all, exitpriority=1)  # also in workers, which run no functions of atexit
+
+
+def _commit_all() -> None:
+    for store in list(_stores.values()):
+        store.close()
 
 
 # --- forks ------------------------------------------------------------------------------------------------

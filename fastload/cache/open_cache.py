@@ -32,7 +32,7 @@ from fastload.cache.build.build import build_lmdb, opened_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable
 from fastload.cache.build.sources import MappedDataset, encoded_source
-from fastload.cache.disk.disk_store import is_file_store
+from fastload.cache.decoded_files import is_of_files
 from fastload.cache.fingerprint import (
     Fingerprint,
     check_key,
@@ -233,7 +233,7 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     path = cache_path(location, "cache")
     if not os.path.lexists(path):
         return _build_lmdb(samples, path)
-    if is_file_store(path):
+    if is_of_files(path):
         raise CacheMismatchError(
             f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
             f"cache={f'lmdb:{path}'!r}), or use a different path for the samples of CachedDataset"

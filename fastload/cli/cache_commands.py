@@ -136,11 +136,11 @@ def build(
 def _build_files(
     source: str, dest: str, num_workers: int | None, on_error: Any, max_errors: Any, *, force: bool
 ) -> Answer:
-    """Decode the files that SOURCE reads, into a directory at DEST: an epoch of a loader."""
+    """Decode the files that SOURCE reads, into a file at DEST: an epoch of a loader."""
     from fastload.cache.build import inventory
     from fastload.cache.build.fill import decode_images, fill_files
     from fastload.cache.build.processes import choose_workers
-    from fastload.cache.disk.upkeep import details_of
+    from fastload.cache.decoded_files import details_of, open_files
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
     from fastload.loader import DataLoader
@@ -161,7 +161,7 @@ def _build_files(
         options |= {"num_workers": choose_workers(num_workers, len(dataset)), "cache": f"lmdb:{dest}"}
         with DataLoader(dataset, 16, collate_fn=decode_images, **options) as loader:
             fill_files(dest, loader, len(dataset), shown=not is_quiet())
-    details, elapsed_s = details_of(dest), time.monotonic() - started_s
+    details, elapsed_s = details_of(open_files(dest)), time.monotonic() - started_s
     lines = [
         f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_decoded(details)}",
         f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
@@ -170,7 +170,7 @@ def _build_files(
 
 
 def _decoded(details: dict[str, Any]) -> str:
-    """The contents of a directory of decoded files, in one line; from its details."""
+    """The contents of a cache of decoded files, in one line; from its details."""
     files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
     return f"{files}, {readable_size(details['nbytes'])}"
 
@@ -201,9 +201,9 @@ CachePath = Annotated[
 def info(path: CachePath) -> Answer:
     """Show the contents and the origin of a cache."""
     if _is_of_files(path):
-        from fastload.cache.disk.upkeep import details_of
+        from fastload.cache.decoded_files import details_of, open_files
 
-        details = details_of(path)
+        details = details_of(open_files(path))
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))
         return Answer(
             details, table([["path", details["path"]], ["holds", _decoded(details)], ["made", made]])
@@ -245,20 +245,22 @@ def verify(path: CachePath) -> Answer:
 
 
 def _is_of_files(path: str) -> bool:
-    from fastload.cache.disk.disk_store import is_file_store
+    from fastload.cache.decoded_files import is_of_files
 
-    return is_file_store(path)
+    return is_of_files(path)
 
 
 def _verify_files(path: str) -> Answer:
-    from fastload.cache.disk import upkeep
+    from fastload.cache.lmdb_store import open_store
 
-    found = upkeep.verify(path, progress=True)
-    result = {"path": path, **found._asdict()}
-    if not found.num_damaged:
-        return Answer(result, [f"{path}: {found.num_pixels:,} records, none damaged"])
+    store = open_store(path)
+    are_intact = [is_intact for _, _, is_intact in store.checked()]
+    num_records, num_damaged = len(are_intact), are_intact.count(False)
+    result = {"path": path, "num_records": num_records, "num_damaged": num_damaged}
+    if not num_damaged:
+        return Answer(result, [f"{path}: {num_records:,} records, none damaged"])
     lines = [
-        f"{path}: {found.num_damaged:,} of {found.num_pixels:,} records are damaged",
+        f"{path}: {num_damaged:,} of {num_records:,} records are damaged",
         "loaders never return them: they decode these files again, and store them again",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])

@@ -6,6 +6,7 @@ import struct
 import zlib
 from pathlib import Path
 
+import lmdb
 import numpy as np
 
 STORED_AS = {"bfloat16": "<i2", "complex32": "<i4"}  # tensors of dtypes that NumPy lacks
@@ -72,39 +73,15 @@ def read_leaf(payload, kind, dtype="", shape=()):
     return {"bool": payload == b"\1", "none": None}.get(kind, payload)
 
 
-FACTORS = np.array(
-    [
-        *(0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93),
-        *(0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3),
-    ],
-    np.uint64,
-)
-START, PIXELS = np.uint64(0x589965CC75374CC3), 2
-
-
-def read_files(directory):
-    """Each key, array and note of a directory of decoded files; what is damaged is passed over."""
-    for file in sorted(Path(directory).glob("*.rows")):
-        words = np.fromfile(file, "<u8")
-        if words[:2].tobytes() != b"FLfiles\0" + (1).to_bytes(8, "little"):
-            continue
-        rows = words[: len(words) // 8 * 8].reshape(-1, 8)
-        pixels = file.with_suffix(".pixels").read_bytes()
-        is_right = (rows[:, :7] * FACTORS).sum(1, dtype=np.uint64) + START == rows[:, 7]
-        for row in rows[is_right & (rows[:, 2] == PIXELS)]:
-            offset, nbytes, head_bytes, checksum = row[3:7].tolist()
-            record, head_end = pixels[offset : offset + nbytes], -(-head_bytes // 64) * 64
-            if len(record) == nbytes and checksum_of(record, head_end) == checksum:
-                dtype, shape, order, note = plain_value(json.loads(record[:head_bytes]))
-                elements = np.frombuffer(record, np.uint8, offset=head_end).view(dtype)
-                yield row[:2].tobytes(), elements.reshape(shape, order=order), note
-
-
-def checksum_of(record, head_end):
-    """The checksum of a record: of its head, of the sums of blocks of 512 words, and of the rest."""
-    rest = head_end + (len(record) - head_end) // 4096 * 4096
-    sums = np.frombuffer(record[head_end:rest], "<u8").reshape(-1, 512).sum(1, dtype=np.uint64)
-    return zlib.crc32(record[rest:], zlib.crc32(sums.astype("<u8"), zlib.crc32(record[:head_end])))
+def read_files(path):
+    """Each key, array and note of a cache of decoded files."""
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as env, env.begin() as txn:
+        if json.loads(txn.get(b"meta"))["version"] != 5:
+            raise ValueError(f"{path} is of another format")
+        for key, record in txn.cursor():
+            if len(key) == 16:
+                array, text = read_record(record)
+                yield key, array, plain_value(json.loads(text))
 
 
 def plain_value(value):

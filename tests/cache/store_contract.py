@@ -199,7 +199,8 @@ class StoreContract(ABC):
                 assert bytes(record[: len(record_of(number, self.key_bytes))]) == record_of(
                     number, self.key_bytes
                 )
-                assert record.readonly
+                with pytest.raises(ValueError, match="WRITEABLE"):
+                    np.frombuffer(record, np.uint8).flags.writeable = True
                 assert np.frombuffer(record, np.uint8).ctypes.data % 64 == 0
             assert store.get(key_of(9, self.key_bytes)) is None
             store.flush()

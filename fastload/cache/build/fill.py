@@ -15,7 +15,7 @@ from fastload.batch.failures import FailedSample, check_left_out, check_max_erro
 from fastload.batch.source import expect_tasks
 from fastload.cache.build import processes
 from fastload.cache.build.tasks import Failure
-from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.decoded_files import open_files
 from fastload.cache.progress import BuildProgress
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import leaves
@@ -117,7 +117,7 @@ def fill_files(path: str, loader: Iterable[int], num_samples: int, *, shown: boo
     Raises:
         CacheMismatchError: Something else is at the path.
     """
-    store = DiskFileStore(path)
+    store = open_files(path)
     with BuildProgress(f"filling {path}", num_samples, shown=shown) as progress:
         nbytes = store.nbytes
         for num_read in loader:

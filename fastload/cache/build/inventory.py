@@ -3,8 +3,8 @@
 Rules:
 
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
-2. A file is a cache if it ends as fastload's caches do. A directory is one if it says that it has decoded
-   files. Other files are never removed.
+2. A file is a cache if it ends as fastload's caches do, or if it is an LMDB file of decoded files. Other
+   files are never removed.
 3. Nothing is removed while a builder of this machine is at work. A builder on another machine fails, and
    says why.
 """
@@ -15,9 +15,9 @@ import contextlib
 import os
 from dataclasses import dataclass
 
+from fastload.cache import lmdb_store
 from fastload.cache.build.staging import REPORT, is_being_built, is_partial, only_builder
-from fastload.cache.disk import upkeep
-from fastload.cache.disk.disk_store import is_file_store
+from fastload.cache.decoded_files import details_of, is_of_files, open_files
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -31,7 +31,7 @@ class CacheOnDisk:
     Attributes:
         path: The cache's own path, even if only DEST.partial exists.
         state: `"finished"`, `"damaged"`, `"unfinished"`, `"building"` while a builder is at work, or
-            `"files"` of a directory of decoded files.
+            `"files"` of decoded files.
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
@@ -56,16 +56,17 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
         PermissionError: It cannot be read.
     """
     directory = os.path.abspath(os.path.expanduser(directory))
-    if is_file_store(directory) or _is_finished(directory):
+    if is_of_files(directory) or _is_finished(directory):
         return [_look(directory)]
     try:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no directory at {directory}") from None
     caches = []
-    for path in sorted({os.path.join(directory, name.removesuffix(PARTIAL_SUFFIX)) for name in names}):
+    names = [name.removesuffix(PARTIAL_SUFFIX) for name in names if not name.endswith(lmdb_store.BESIDE)]
+    for path in sorted({os.path.join(directory, name) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            if is_file_store(path) or _is_finished(path) or is_partial(path + PARTIAL_SUFFIX):
+            if is_of_files(path) or _is_finished(path) or is_partial(path + PARTIAL_SUFFIX):
                 caches.append(_look(path))
     return caches
 
@@ -78,8 +79,8 @@ def files_of(path: str) -> list[str]:
         CacheMismatchError: Something else is at the path.
         PermissionError: A directory cannot be entered.
     """
-    if is_file_store(path):
-        return upkeep.files_of(path)
+    if is_of_files(path):
+        return lmdb_store.files_of(path)
     files = []
     for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -111,7 +112,7 @@ def remove(path: str) -> tuple[list[str], int]:
     path = os.path.abspath(path)
     files_of(path)  # raises before anything is touched, including the lock, if no file is ours
     # Decoded files can be removed while they are used: processes go on with the files that they have open.
-    with contextlib.nullcontext() if is_file_store(path) else only_builder(path):
+    with contextlib.nullcontext() if is_of_files(path) else only_builder(path):
         files = files_of(path)
         nbytes = size_of(files)
         for file in files:
@@ -133,12 +134,12 @@ def size_of(files: list[str]) -> int:
 
 
 def _look(path: str) -> CacheOnDisk:
-    if is_file_store(path):
+    if is_of_files(path):
         try:
-            nbytes, store = size_of(files_of(path)), upkeep.open_existing(path)
+            nbytes, store = size_of(files_of(path)), open_files(path)
         except (CacheError, OSError) as error:
             return CacheOnDisk(path, "damaged", 0, problem=str(error))
-        return CacheOnDisk(path, "files", nbytes, num_files=store.num_files)
+        return CacheOnDisk(path, "files", nbytes, num_files=details_of(store)["num_pixels"])
     is_finished = _is_finished(path)
     try:
         nbytes = size_of(files_of(path))
