@@ -27,9 +27,9 @@ DRAWING = ROOT / "docs" / "layers.svg"
 BUDGETS = {
     "loader errors version __init__ __main__": (407, 420),
     "epochs": (1840, 1050),
-    "workers": (2032, 1150),
+    "workers": (2042, 1150),
     "batch": (1494, 800),
-    "cache": (5552, 2600),
+    "cache": (4970, 2600),
     "readers": (1792, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),

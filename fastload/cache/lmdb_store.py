@@ -463,16 +463,20 @@ class LmdbStore:
                 _DAMAGE, f"{self.path} has damaged records, which are replaced: the disk may be failing"
             )
 
-    def flush(self, wait_s: float = _FLUSH_S) -> bool:
-        """Commit what is pending; False if other processes commit for longer than this waits."""
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is something to be committed."""
+        return bool(self._pending)
+
+    def flush(self, wait_s: float = _FLUSH_S) -> None:
+        """Commit what is pending, unless other processes do for longer than this waits."""
         until_s = time.monotonic() + wait_s
         while self._pending:
             with self._lock:
                 self._commit()
             if self._pending and time.monotonic() >= until_s:
-                return False
+                return
             time.sleep(_POLL_S)  # without the lock
-        return True
 
     def _commit(self) -> bool:
         """Commit what is pending, if it is this process's turn now. The lock is held."""
