@@ -73,7 +73,14 @@ def test_a_module_that_a_string_names_counts_as_imported() -> None:
 
 # Inside cache/: what all of it builds on, then the folders, from the bottom up.
 CACHE_BASE = {
-    *("cache.columns", "cache.decoded_files", "cache.fingerprint", "cache.lmdb_store", "cache.plain_text"),
+    *(
+        "cache.columns",
+        "cache.decoded_files",
+        "cache.fingerprint",
+        "cache.lmdb_file",
+        "cache.lmdb_store",
+        "cache.plain_text",
+    ),
     *("cache.progress", "cache.records", "cache.sample_cache", "cache.store"),
 }
 CACHE_FOLDERS: dict[str, set[str]] = {

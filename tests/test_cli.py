@@ -725,7 +725,7 @@ def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path, monkeypatc
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
-    assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
+    assert "use a different path" in told("build", root, samples, "--by", "file", code=1)["error"]
     monkeypatch.setenv("FASTLOAD_CACHE", "off")
     assert "unset it" in told("build", root, tmp_path / "files", "--by", "file", code=2)["error"]
     assert not (tmp_path / "files").exists()

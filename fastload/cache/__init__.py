@@ -1,9 +1,9 @@
 """Datasets behind caches, which decode each sample once.
 
-Read from the bottom up: `records` (values as bytes), `store` (what keeps records), `lmdb_store` (which keeps
-them in one file), `decoded_files` (what readers store), `fingerprint`, `columns`, `plain_text`, `progress`,
-`sample_cache` (the interface of caches), `ram` and `lmdb` (the caches, which know nothing of each other),
-`build` (reads samples to fill and to build them); then
+Read from the bottom up: `records` (values as bytes), `store` (what keeps records), `lmdb_file` and
+`lmdb_store` (which keep them in one file), `decoded_files` (what readers store), `fingerprint`, `columns`,
+`plain_text`, `progress`, `sample_cache` (the interface of caches), `ram` and `lmdb` (the caches, which know
+nothing of each other), `build` (reads samples to fill and to build them); then
 `dataset` (the user's object), `open_cache` (chooses and opens a cache), `no_cache`, `transform` and
 `file_cache` (what is cached by file instead of by sample).
 """

@@ -26,29 +26,42 @@ import errno
 import json
 import mmap
 import os
-import stat
 import struct
 import threading
 import time
-import uuid
 import weakref
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import lmdb.verify
 import numpy as np
 
-from fastload.cache.records import ALIGNMENT_BYTES, is_intact
+from fastload.cache.lmdb_file import (
+    BOOT,
+    CURE,
+    LOCK,
+    META_KEY,
+    OTHER_SPACE,
+    WAIT_S,
+    all_keys,
+    boot_id,
+    checked_records,
+    descriptor_of,
+    examined,
+    files_of,
+    problems_of,
+    quiet,
+    why_unopened,
+)
+from fastload.cache.records import ALIGNMENT_BYTES
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import round_up
 from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import file_system_of, is_local
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
-from fastload.system.limits import read_text, resource
-from fastload.system.locks import fcntl, flock_fd, flocked
+from fastload.system.limits import resource
+from fastload.system.locks import fcntl, flocked
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unwritable
 
@@ -57,27 +70,20 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-FORMAT_VERSION = 5
-META_KEY = b"meta"
 FREE_SHARE, FREE_MAX_BYTES = 0.05, 20 << 30  # of the disk, that stay free
 
 _BATCH_BYTES, _BATCH_RECORDS = 16 << 20, 64  # pending, from which on a process tries to commit
 _PENDING_BYTES, _PENDING_SHARE = 128 << 20, 1 / 16  # at most, of one process; of the free memory, of all
 _IDLE_S = 0.5  # after so long, an access tries to commit fewer
-_CLOSE_S, _FLUSH_S = 1.0, 600.0  # that close() and flush() wait for a turn
+_CLOSE_S = 1.0  # that close() waits for a turn
 _SYNC_AFTER_S = 60.0  # since the last commit: the system has written all by then, so nobody waits
 _POLL_S = 0.001
 _RETRY_S = 60.0  # after the disk was full
 _MAX_READERS = 2048
 _MAP_BYTES = 1 << 40
-_CHUNK_KEYS = 1024
-BESIDE = _LOCK, _BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
-_CURE = "remove it, and build the cache again"
-_OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
 
 class _RefusedError(Exception):
@@ -106,9 +112,9 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         if os.path.isdir(path):
             raise CacheMismatchError(
                 f"{path} is a directory, but a cache on disk is one file: use a different path, or, if an "
-                f"earlier version made it, {_CURE}"
+                f"earlier version made it, {CURE}"
             )
-        fd = _descriptor(path, os.O_CREAT if create is not None else 0)
+        fd = descriptor_of(path, os.O_CREAT if create is not None else 0)
     except OSError as error:
         if create is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise FileNotFoundError(f"there is no cache at {path}") from None
@@ -119,29 +125,13 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         store = _stores.get(key)
         if store is None:
             try:
-                store = _stores[key] = LmdbStore(path, fd, *_examined(path, fd, create))
+                store = _stores[key] = LmdbStore(path, fd, *examined(path, fd, create))
             except BaseException:
                 os.close(fd)
                 raise
         else:
             os.close(fd)
     return store
-
-
-def files_of(path: str) -> list[str]:
-    """The file of a store, and those beside it."""
-    return [path, *(path + suffix for suffix in BESIDE if os.path.exists(path + suffix))]
-
-
-def _descriptor(path: str, flags: int) -> int:
-    """Read and write, if that is allowed, for making the file and for locks of all kinds."""
-    always = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    try:
-        return os.open(path, os.O_RDWR | flags | always, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        return os.open(path, os.O_RDONLY | always)
 
 
 def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
@@ -154,143 +144,6 @@ def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
     except (CacheError, FileNotFoundError) as error:
         problem = str(error)
     return LmdbStore(path, -1, meta, problem)
-
-
-# --- what a file is, before it is used --------------------------------------------------------------------
-
-
-def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
-    """`meta`, and why the file is not used, if that is so; no other process commits meanwhile."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
-    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
-    try:
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is committed
-            flock_fd(again, wait_s=_FLUSH_S)
-        if os.path.exists(path + _BOOT) and Path(path + _BOOT).read_bytes() != _boot_id():
-            _discard_damaged(path, fd, is_replaced=create is not None)
-        if (
-            create is not None and os.fstat(fd).st_size <= 2 * mmap.PAGESIZE
-        ):  # its maker might have been killed
-            _make(path, fd, create)
-        return _read_meta(path, fd), None
-    except lmdb.Error as error:
-        if (reason := _why_unopened(error)) is not None:
-            return {}, reason
-        raise CacheMismatchError(
-            f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
-        ) from error
-    except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
-    finally:
-        os.close(again)
-
-
-def _why_unopened(error: Exception) -> str | None:
-    """Why a file that may be right is not opened here."""
-    if "already open" in str(error):
-        return "it is open in this process through py-lmdb, so close it there"
-    if isinstance(error, lmdb.LockError):
-        return _OTHER_SPACE
-    if isinstance(error, lmdb.MemoryError):
-        return "the address space of this process is too small for it: raise `ulimit -v`"
-    return None
-
-
-def _boot_id() -> bytes:
-    return read_text(_BOOT_ID).strip().encode()
-
-
-def _quiet(fd: int, **options: Any) -> Any:
-    """An environment of a file that nobody else writes to meanwhile; LMDB uses no lock file."""
-    return lmdb.open(f"/proc/self/fd/{fd}", subdir=False, lock=False, readahead=False, **options)
-
-
-def _problems(fd: int) -> list[str]:
-    """What is wrong with the tree in a file that nobody writes to now, found without LMDB's engine."""
-    try:
-        return list(lmdb.verify.verify(f"/proc/self/fd/{fd}"))  # type: ignore[no-untyped-call]
-    except lmdb.verify.VerifyError as error:
-        return [str(error)]
-
-
-def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
-    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "created_s": time.time(), "finished": False}
-    with _quiet(fd) as env, env.begin(write=True) as txn:
-        if not txn.stat()["entries"]:
-            txn.put(META_KEY, json.dumps({**meta, **fields}).encode("ascii"))
-    sync_directory(os.path.dirname(path))
-
-
-def _read_meta(path: str, fd: int) -> dict[str, Any]:
-    with _quiet(fd, readonly=True) as env:
-        nbytes, needed = os.fstat(fd).st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if nbytes < needed and (problems := _problems(fd)):
-            raise CacheCorruptError(
-                f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {_CURE}"
-            )
-        with env.begin() as txn:
-            text = txn.get(META_KEY)
-    try:
-        meta = dict(json.loads(text or b"null"))
-        version, _, _ = meta["version"], meta["uuid"], meta["finished"]
-    except (ValueError, TypeError, KeyError):
-        raise CacheMismatchError(
-            f"{path} is an LMDB file, but no cache that this version made: use a different path, or {_CURE}"
-        ) from None
-    if version != FORMAT_VERSION:
-        raise CacheMismatchError(
-            f"{path} is a cache of format {version}, but this version reads {FORMAT_VERSION}: use a "
-            f"different path, or {_CURE}"
-        )
-    return meta
-
-
-def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
-    """Discard what a power failure damaged: the records whose checks fail, or everything if the tree is."""
-    log.warning("cache: %s was not synced before the system went down: checking it", path)
-    problems = _problems(fd)
-    if problems and not is_replaced:
-        raise CacheCorruptError(f"{path} was damaged when the system went down ({problems[0]}): {_CURE}")
-    if problems:
-        os.ftruncate(fd, 0)
-        log.warning("cache: %s was damaged (%s), and is built anew", path, problems[0])
-    else:
-        with _quiet(fd) as env:
-            damaged = [key for key, _, is_right in _checked(env) if not is_right]
-            with env.begin(write=True) as txn:
-                for key in damaged:
-                    txn.delete(key)
-        log.warning("cache: %s: %d damaged records were discarded", path, len(damaged))
-    os.fsync(fd)
-    os.unlink(path + _BOOT)
-
-
-def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
-    """All keys, the sizes of their records, and whether these are intact."""
-    at: bytes | None = b""
-    while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
-        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
-            found = cursor.set_range(at) if at else cursor.first()
-            at = None
-            checked: list[tuple[bytes, int, bool]] = []
-            while found:
-                key = bytes(cursor.key())
-                if len(checked) == _CHUNK_KEYS:
-                    at = key
-                    break
-                value = cursor.value()
-                if key != META_KEY:
-                    checked.append((key, len(value), is_intact(value, key)))
-                found = cursor.next()
-        yield from checked
-
-
-def _keys(env: Any) -> list[bytes]:
-    with env.begin() as txn, txn.cursor() as cursor:
-        return [key for key in cursor.iternext(values=False) if key != META_KEY]
 
 
 # --- a store ----------------------------------------------------------------------------------------------
@@ -399,7 +252,7 @@ class LmdbStore:
     def all_keys(self) -> list[bytes]:
         """All keys that are stored."""
         with self._lock:
-            return self._tried(_keys) or []
+            return self._tried(all_keys) or []
 
     def checked(self) -> Iterator[tuple[bytes, int, bool]]:
         """All keys, the bytes of their records, and whether these are intact.
@@ -407,11 +260,11 @@ class LmdbStore:
         Raises:
             CacheCorruptError: The tree of the file is damaged.
         """
-        with self._lock, flocked(self._turn, wait_s=_FLUSH_S):
-            problems = _problems(self._fd)
+        with self._lock, flocked(self._turn, wait_s=WAIT_S):
+            problems = problems_of(self._fd)
         if problems:
-            raise CacheCorruptError(f"{self.path} is damaged ({problems[0]}): {_CURE}")
-        yield from _checked(self._opened())
+            raise CacheCorruptError(f"{self.path} is damaged ({problems[0]}): {CURE}")
+        yield from checked_records(self._opened())
 
     def _tried(self, work: Callable[[Any], Any]) -> Any:
         """What work on the environment gives; None if it cannot be done. The lock is held."""
@@ -468,7 +321,7 @@ class LmdbStore:
         """Whether there is something to be committed."""
         return bool(self._pending)
 
-    def flush(self, wait_s: float = _FLUSH_S) -> None:
+    def flush(self, wait_s: float = WAIT_S) -> None:
         """Commit what is pending, unless other processes do for longer than this waits."""
         until_s = time.monotonic() + wait_s
         while self._pending:
@@ -498,6 +351,7 @@ class LmdbStore:
             )
         else:
             self.problem = None
+            self._limit_pending()
         self._pending.clear()
         self._pending_bytes = 0
         return self.problem is None
@@ -521,12 +375,12 @@ class LmdbStore:
         free_bytes, all_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         if free_bytes - self._pending_bytes < min(all_bytes * FREE_SHARE, FREE_MAX_BYTES):
             raise OSError(errno.ENOSPC, "a twentieth of the disk, or 20 GiB, stays free for other things")
-        if not os.path.exists(self.path + _BOOT):
-            write_new(self.path + _BOOT, _boot_id())
+        if not os.path.exists(self.path + BOOT):
+            write_new(self.path + BOOT, boot_id())
             sync_directory(os.path.dirname(self.path))
         for is_last in (False, True):
             try:
-                if _file_at(self.path + _LOCK) != self._lock_file:
+                if _file_at(self.path + LOCK) != self._lock_file:
                     self._close_env()
                 env = self._opened()
                 with env.begin(write=True) as txn:
@@ -554,12 +408,12 @@ class LmdbStore:
     def sync(self) -> None:
         """Sync all commits to the disk, and remove the marker, unless a process commits now."""
         with contextlib.suppress(OSError, _RefusedError):
-            os.stat(self.path + _BOOT)
+            os.stat(self.path + BOOT)
             os.fdatasync(self._fd)  # the most of it, while others read and commit
             with self._lock, flocked(self._turn) as has_turn:
                 if has_turn:
                     os.fdatasync(self._fd)
-                    os.unlink(self.path + _BOOT)
+                    os.unlink(self.path + BOOT)
 
     def finish(self, fields: dict[str, Any] | None = None) -> None:
         """Commit and sync all, and let nobody write to the file any more.
@@ -573,7 +427,7 @@ class LmdbStore:
         meta = {**self.meta, **(fields or {}), "finished": True}
         self.flush()
         try:
-            with self._lock, flocked(self._turn, wait_s=_FLUSH_S) as has_turn:
+            with self._lock, flocked(self._turn, wait_s=WAIT_S) as has_turn:
                 if self.problem or not has_turn:
                     raise _RefusedError(self.problem or "another process is committing")
                 self._written(lambda txn: txn.put(META_KEY, json.dumps(meta).encode("ascii")))
@@ -605,9 +459,9 @@ class LmdbStore:
             if not self.meta["finished"]:
                 self._open_live()
             if self.meta["finished"]:
-                self._env = _quiet(self._fd, readonly=True, max_spare_txns=1)
+                self._env = quiet(self._fd, readonly=True, max_spare_txns=1)
         except (lmdb.Error, OSError) as error:
-            raise _RefusedError(_why_unopened(error) or f"LMDB cannot open it: {error}") from error
+            raise _RefusedError(why_unopened(error) or f"LMDB cannot open it: {error}") from error
         return self._env
 
     def _open_live(self) -> None:
@@ -638,7 +492,7 @@ class LmdbStore:
                 if map_bytes <= file_bytes:
                     raise
                 map_bytes = max(map_bytes // 2, file_bytes)
-        self._lock_file = _file_at(self.path + _LOCK)
+        self._lock_file = _file_at(self.path + LOCK)
         with self._env.begin() as txn:
             meta = json.loads(txn.get(META_KEY) or b"{}")
         if meta.get("uuid") != self.meta["uuid"]:
@@ -647,19 +501,25 @@ class LmdbStore:
         if meta["finished"]:
             self._close_env()
         self.meta = meta
-        others = self._env.info()["num_readers"] if self._env else 1
-        self._max_pending_bytes = min(_PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // (others + 1))
+        self._limit_pending()
+
+    def _limit_pending(self) -> None:
+        """Let what is pending in all processes that have the file open take a share of the free memory."""
+        num_processes = 1 + (self._env.info()["num_readers"] if self._env else 0)
+        self._max_pending_bytes = min(
+            _PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // num_processes
+        )
 
     def _claim_space(self) -> None:
         """Let LMDB's locks be those of one PID namespace: they know processes by their ids."""
         if self._space != (space := _pid_namespace()):
-            raise _RefusedError(_OTHER_SPACE)
+            raise _RefusedError(OTHER_SPACE)
         lock = fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, _SPACES_AT + space, 1, 0)
         fcntl.fcntl(self._fd, *lock)
         for start, end in ((0, space), (space + 1, _NUM_SPACES)):
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _SPACES_AT + start, end - start, 0)
             if struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK:
-                raise _RefusedError(_OTHER_SPACE)
+                raise _RefusedError(OTHER_SPACE)
 
     def _close_env(self) -> None:
         if self._env is not None:

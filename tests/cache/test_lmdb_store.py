@@ -20,8 +20,9 @@ import lmdb
 import numpy as np
 import pytest
 
-from fastload.cache import lmdb_store
-from fastload.cache.lmdb_store import META_KEY, open_store
+from fastload.cache import lmdb_file, lmdb_store
+from fastload.cache.lmdb_file import META_KEY, problems_of
+from fastload.cache.lmdb_store import open_store
 from fastload.cache.records import decode, encode, is_intact
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from tests.cache.store_contract import StoreContract, array_of, key_of, record_of
@@ -196,7 +197,7 @@ def test_a_finished_file_is_read_where_nothing_can_be_written(path: str, mode: i
     def refuse(*_: Any, **__: Any) -> bool:
         raise OSError(37, "No locks available")
 
-    patch.setattr(lmdb_store, "flock_fd", refuse)
+    patch.setattr(lmdb_file, "flock_fd", refuse)
     try:
         store = open_store(path)
         assert right(store, range(5)) == [*range(4)]
@@ -248,7 +249,7 @@ def test_a_changed_lock_file_lets_no_commit_be_lost(path: str, change: Any, line
         other.end()
         if third is not None:
             third.end()
-    assert lmdb_store._problems(store._fd) == []
+    assert problems_of(store._fd) == []
     assert lines() == []
 
 
@@ -265,7 +266,7 @@ def test_a_lock_file_of_an_older_state_overwrites_no_commit(path: str) -> None:
     store.close()
     del store
     assert right(open_store(path), range(5)) == [*range(5)]
-    assert lmdb_store._problems(open_store(path)._fd) == []
+    assert problems_of(open_store(path)._fd) == []
 
 
 def test_copies_of_both_files_are_a_store_of_their_own(path: str) -> None:
@@ -454,7 +455,7 @@ class OtherCommits:
 def held(path: str) -> Any:
     """A job that holds the lock of a file."""
     fd = os.open(path, os.O_RDONLY)
-    lmdb_store.flock_fd(fd)
+    lmdb_file.flock_fd(fd)
     return fd, None
 
 
@@ -559,7 +560,7 @@ def test_a_kill_within_a_commit_leaves_the_file_whole(path: str, place: str) -> 
         there = right(store, range(20))
         assert there == ([*range(20)] if place == "behind it" else [0, 1, 2])
     assert stored(store, range(20)) == [*range(20)]
-    assert lmdb_store._problems(store._fd) == []
+    assert problems_of(store._fd) == []
 
 
 def writes_for_ever(path: str, seed: int) -> None:
@@ -603,7 +604,7 @@ def test_kills_at_random_moments_leave_the_file_whole(path: str) -> None:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    assert lmdb_store._problems(store._fd) == []
+    assert problems_of(store._fd) == []
 
 
 def reads(path: str, until: int) -> None:
@@ -638,7 +639,7 @@ def test_sixty_four_readers_and_sixteen_writers_share_a_file(path: str) -> None:
     assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 80
     store = open_store(path)
     assert right(store, range(160)) == [*range(160)]
-    assert lmdb_store._problems(store._fd) == []
+    assert problems_of(store._fd) == []
 
 
 # --- power failures ---------------------------------------------------------------------------------------
@@ -842,7 +843,7 @@ def test_a_full_disk_ends_storing_and_nothing_else(path: str, limit_bytes: int) 
     store = open_store(path)
     assert right(store, range(40)) == there
     assert stored(store, range(40)) == [*range(40)]
-    assert lmdb_store._problems(store._fd) == []
+    assert problems_of(store._fd) == []
 
 
 def test_a_part_of_the_disk_stays_free(path: str, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache import lmdb_store
+from fastload.cache import lmdb_file
 from fastload.cache.build.staging import REPORT, is_being_built, is_partial, only_builder
 from fastload.cache.decoded_files import details_of, is_of_files, open_files
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
@@ -63,7 +63,7 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no directory at {directory}") from None
     caches = []
-    names = [name.removesuffix(PARTIAL_SUFFIX) for name in names if not name.endswith(lmdb_store.BESIDE)]
+    names = [name.removesuffix(PARTIAL_SUFFIX) for name in names if not name.endswith(lmdb_file.BESIDE)]
     for path in sorted({os.path.join(directory, name) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
             if is_of_files(path) or _is_finished(path) or is_partial(path + PARTIAL_SUFFIX):
@@ -80,7 +80,7 @@ def files_of(path: str) -> list[str]:
         PermissionError: A directory cannot be entered.
     """
     if is_of_files(path):
-        return lmdb_store.files_of(path)
+        return lmdb_file.files_of(path)
     files = []
     for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
