@@ -28,7 +28,7 @@ from photos import make_photos
 from torch.utils.data import Dataset
 
 import fastload
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import build_lmdb
 
 WORKERS = (0, 1, 2)
 BUILD_WORKERS = (1, 2)

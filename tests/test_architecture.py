@@ -87,9 +87,7 @@ CACHE_BASE = {
 }
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.ram": CACHE_BASE,
-    "cache.lmdb": CACHE_BASE,
     "cache.disk": CACHE_BASE,
-    "cache.build": {*CACHE_BASE, "cache.ram", "cache.lmdb", "cache.disk"},
 }
 
 

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from fastload.batch.packing import is_plain
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.system.torch_private import has_own_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Sequence
 
     # allocate(shape, dtype): a C-contiguous array in the memory of the batch.
     Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray[Any, Any]]
 
 # Several threads stack rows of at least this size faster than one thread gathers them (benchmarks/NOTES.md).
 THREADS_PAY_BYTES = 128 * 1024
-_EXPECTED_SAMPLES = 64  # of tasks
 
 
 # --- whole batches ----------------------------------------------------------------------------------------
@@ -181,26 +180,3 @@ def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any
         part = bisect_right(dataset.cumulative_sizes, number)
         of_part[part].append(number - (dataset.cumulative_sizes[part - 1] if part else 0))
     return [part for pair in zip(dataset.datasets, of_part, strict=True) for part in _parts(*pair)]
-
-
-def expect_tasks(
-    dataset: Any, tasks: Sequence[Sequence[int]], number: int, skipped: Container[int] = ()
-) -> None:
-    """Say which samples a worker's task reads, and its next tasks, until these are 64 samples.
-
-    A task is often one or two large images: too few to fetch together.
-
-    Args:
-        dataset: Samples are read from it in the order of the tasks.
-        tasks: The samples of all tasks; torch's loader gives task i to worker i modulo the number of workers.
-        number: Of the task that begins now.
-        skipped: Samples that are not read.
-    """
-    if not expects(dataset):
-        return
-    worker, samples = get_worker_info(), []
-    for coming in range(number, len(tasks), 1 if worker is None else worker.num_workers):
-        samples += [index for index in tasks[coming] if index not in skipped]
-        if len(samples) >= _EXPECTED_SAMPLES:
-            break
-    expect(dataset, samples)

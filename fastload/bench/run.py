@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 
 from fastload.bench import measure
 from fastload.bench.isolated import RunFailedError, run_isolated
-from fastload.cache.build.random_check import spread_indices
+from fastload.cache.random_check import spread_indices
 from fastload.system.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:

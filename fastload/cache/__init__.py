@@ -2,10 +2,11 @@
 
 Read from the bottom up: `records` (values as bytes), `store` (what keeps records), `lmdb_store` (which keeps
 them in one file), `decoded_files` (what readers store), `fingerprint`, `columns`, `plain_text`, `progress`,
-`sample_cache` (the interface of caches), `ram`, `lmdb` and `disk` (the caches, which know nothing of each
-other), `build` (reads samples to fill and to build them); then
-`dataset` (the user's object), `open_cache` (chooses and opens a cache), `no_cache`, `transform` and
-`file_cache` (what is cached by file instead of by sample).
+`sample_cache` (the interface of caches), `ram` and `disk` (caches, which know nothing of each other),
+`samples` (in a store, by index), `inventory` (the files of caches), `finished` (a whole one); `sources` and
+`random_check` (what samples are read from), `fill` (workers that read and store), `build` (fills a file and
+finishes it); then `dataset` (the user's object), `open_cache` (chooses and opens a cache), `no_cache`,
+`transform` and `file_cache` (what is cached by file instead of by sample).
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.cache.dataset import CacheInfo as CacheInfo
-    from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
+    from fastload.cache.finished import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
 else:
     from fastload.system.lazy_exports import public_names as _public_names
@@ -22,7 +23,7 @@ else:
         "fastload.cache",
         {
             "dataset": ("CachedDataset", "CacheInfo"),
-            "lmdb.lmdb_cache": ("LMDBCache",),
+            "finished": ("LMDBCache",),
             "ram.shared": ("SharedMemoryCache",),
         },
     )

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.augmentation.encoded import decoded
+from fastload.batch.failures import FailedSample
 from fastload.batch.source import expect, expects, positions_of
-from fastload.cache.build.fill import fill
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.fill import fill
+from fastload.cache.finished import LMDBCache
 from fastload.cache.no_cache import NoCache
+from fastload.cache.sources import LMDBDataset
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -35,6 +36,7 @@ from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
 from fastload.system.checks import as_path
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 from fastload.system.notes import add_note, suggest_arguments
 
@@ -56,6 +58,7 @@ _NOT_FORWARDED = frozenset(
 )
 
 
+_MAX_LISTED = 10  # left-out samples that the log names
 # The attributes that decide which samples are stored.
 _DECIDED = frozenset({"cache", "cache_key", "dataset", "pre_transform"})
 
@@ -235,8 +238,8 @@ class CachedDataset(Dataset[Any]):
         """
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
-        samples = LMDBDataset(LMDBCache(path))
-        return cls(samples, transform, cache=samples)
+        samples = LMDBDataset(LMDBCache(path, renumber=True))
+        return cls(samples, transform, cache=samples.cache)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the transform is of the releases of libraries here; a checkpoint can meet others.
@@ -471,14 +474,28 @@ class CachedDataset(Dataset[Any]):
             TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
+        cache, left_out = self.cache, list[FailedSample]()
+        is_done = not len(cache.missing())
         fill(
             self,
-            self.cache,
+            left_out,
             num_workers=num_workers,
-            shown=progress,
             on_error=on_error,
             max_errors=max_errors,
+            advice="The others stay in the cache",
+            title="filling the cache",
+            shown=progress,
         )
+        held = f"{cache.num_cached:,} of {cache.num_samples:,} samples in {readable_size(cache.nbytes)}"
+        if is_done:
+            why = "is full already" if cache.num_cached == cache.num_samples else "takes no more samples"
+            log.info("cache: nothing to fill, the cache %s: %s", why, held)
+            return self.cache_info()
+        if left_out:
+            listed = "; ".join(map(str, left_out[:_MAX_LISTED])) + "; ..." * (len(left_out) > _MAX_LISTED)
+            text = "cache: %d of %d samples could not be read, and are left out: %s"
+            log.warning(text, len(left_out), cache.num_samples, listed)
+        log.info("cache: filled: %s", held)
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import lmdb.verify
 import numpy as np
+import xxhash
 
 from fastload.cache.records import ALIGNMENT_BYTES, is_intact
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
@@ -49,7 +50,7 @@ from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import read_text, resource
 from fastload.system.locks import fcntl, flock_fd, flocked
 from fastload.system.logs import log
-from fastload.system.os_errors import why_unwritable
+from fastload.system.os_errors import why_unreadable, why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,11 +110,15 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
     except OSError as error:
         if create is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise FileNotFoundError(f"there is no cache at {path}") from None
-        what = "read" if create is None else "make"
-        raise CacheError(f"cannot {what} the cache {path}: {why_unwritable(error, path)}") from error
+        if create is None:
+            raise CacheError(f"cannot read the cache {why_unreadable(error)}") from error
+        raise CacheError(f"cannot make the cache {path}: {why_unwritable(error, path)}") from error
     with _stores_lock:
         key = (status := os.fstat(fd)).st_dev, status.st_ino
         store = _stores.get(key)
+        if store is not None and store.is_overwritten:
+            store._refuse("another program has written into it")
+            store = None
         if store is None:
             try:
                 store = _stores[key] = LmdbStore(path, fd, *_examined(path, fd, create))
@@ -169,8 +174,9 @@ def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[s
     except lmdb.Error as error:
         if "already open" in str(error):
             return {}, f"{path} is open in this process through py-lmdb: close it there"
+        reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
         raise CacheMismatchError(
-            f"{path} is not a cache, or it is damaged ({error}): use a different path, or {_CURE}"
+            f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {_CURE}"
         ) from error
     except OSError as error:
         if isinstance(error, CacheError):
@@ -201,7 +207,7 @@ def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
     meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "finished": False, **fields}
     with _quiet(fd) as env, env.begin(write=True) as txn:
         if not txn.stat()["entries"]:
-            txn.put(META_KEY, json.dumps(meta).encode("ascii"))
+            txn.put(META_KEY, meta_value(meta))
     sync_directory(os.path.dirname(path))
 
 
@@ -213,20 +219,40 @@ def _read_meta(path: str, fd: int) -> dict[str, Any]:
                 f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {_CURE}"
             )
         with env.begin() as txn:
-            text = txn.get(META_KEY)
+            value = txn.get(META_KEY)
     try:
-        meta = dict(json.loads(text or b"null"))
-        version, _, _ = meta["version"], meta["uuid"], meta["finished"]
-    except (ValueError, TypeError, KeyError):
+        meta = _parsed(value)
+        version, _, _, _ = meta["version"], meta["uuid"], salt_of(meta), meta["finished"]
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise CacheMismatchError(
             f"{path} is an LMDB file, but no cache that this version made: use a different path, or {_CURE}"
         ) from None
+    if version == FORMAT_VERSION and value != meta_value(meta):
+        raise CacheCorruptError(f"{path}: its description is damaged: {_CURE}")
     if version != FORMAT_VERSION:
         raise CacheMismatchError(
             f"{path} is a cache of format {version}, but this version reads {FORMAT_VERSION}: use a "
             f"different path, or {_CURE}"
         )
     return meta
+
+
+def meta_value(meta: dict[str, Any]) -> bytes:
+    """What is stored: a line of JSON, and the XXH3-64 of it in hexadecimal digits."""
+    text = json.dumps(meta).encode("ascii")
+    return text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode("ascii")
+
+
+def _parsed(value: bytes | None) -> dict[str, Any]:
+    return dict(json.loads((value or b"{}").partition(b"\n")[0]))
+
+
+def salt_of(meta: dict[str, Any]) -> bytes:
+    """What the checksums of the records cover before their keys.
+
+    A key by sample is an index alone: in another file, another sample has it.
+    """
+    return bytes.fromhex(meta["uuid"]) if meta.get("kind") == "samples" else b""
 
 
 def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
@@ -251,6 +277,8 @@ def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
 
 def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
     """All keys, the sizes of their records, and whether these are intact."""
+    with env.begin() as txn:
+        salt = salt_of(_parsed(txn.get(META_KEY)))
     at: bytes | None = b""
     while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
         with env.begin(buffers=True) as txn, txn.cursor() as cursor:
@@ -264,7 +292,7 @@ def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
                     break
                 value = cursor.value()
                 if key != META_KEY:
-                    checked.append((key, len(value), is_intact(value, key)))
+                    checked.append((key, len(value), is_intact(value, salt + key)))
                 found = cursor.next()
         yield from checked
 
@@ -307,12 +335,30 @@ class LmdbStore:
         self._try_at_s = self._write_at_s = 0.0
         self._told = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forks
         self._space = _pid_namespace()
+        self._stamp = _stamp(fd)
         weakref.finalize(self, _close, fd).atexit = False
         if problem is not None:
             self._refuse(problem)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.path, self.meta)
+
+    @property
+    def salt(self) -> bytes:
+        """What the checksums of its records cover before their keys."""
+        return salt_of(self.meta)
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether another program has written into a finished file, as far as its size and times tell."""
+        if (stamp := _stamp(self._fd)) == self._stamp or not self.meta["finished"]:
+            return False
+        if self._stamp is None or stamp is None or stamp[0] != self._stamp[0]:
+            return True
+        if self.lend([META_KEY], lambda found: bytes(found[0] or b"") == meta_value(self.meta)):
+            self._stamp = stamp  # it was touched, or written again as it was
+            return False
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -346,8 +392,8 @@ class LmdbStore:
             starts = np.cumsum(
                 [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
             ).tolist()
-            memory = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
-            memory = memory[-memory.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
+            whole = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
+            memory = whole[-whole.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
             copies: list[memoryview | None] = []
             for start, value in zip(starts, values, strict=False):
                 if value is None:
@@ -357,7 +403,18 @@ class LmdbStore:
                 copy[:] = np.frombuffer(value, np.uint8)
                 copy.flags.writeable = False
                 copies.append(copy.data)
+            whole.flags.writeable = False  # or views of the copies could be made writable
             return copies
+
+    def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
+        """Call a function with the records under some keys, which are valid until it returns."""
+
+        def lent(env: Any) -> Any:
+            with env.begin(buffers=True) as txn:
+                return use([None if key in self._damaged else txn.get(key) for key in keys])
+
+        with self._lock:
+            return self._tried(lent)
 
     def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Which keys are stored, `(n,) bool`, of keys `(n, key_bytes) uint8`."""
@@ -378,7 +435,8 @@ class LmdbStore:
         Raises:
             CacheCorruptError: The tree of the file is damaged.
         """
-        with self._lock, flocked(self._turn, wait_s=_FLUSH_S):
+        is_finished = self.meta["finished"]
+        with self._lock, contextlib.nullcontext() if is_finished else flocked(self._turn, wait_s=_FLUSH_S):
             problems = _problems(self._fd)
         if problems:
             raise CacheCorruptError(f"{self.path}: {problems[0]}: it is damaged; {_CURE}")
@@ -496,7 +554,7 @@ class LmdbStore:
                 with env.begin(write=True) as txn:
                     if txn.id() != env.info()["last_txnid"] + 1:
                         raise lmdb.Error("its lock file was changed by another program")
-                    if json.loads(txn.get(META_KEY))["finished"]:
+                    if _parsed(txn.get(META_KEY))["finished"]:
                         raise _RefusedError("it was finished by another process")
                     change(txn)
                 end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -540,13 +598,13 @@ class LmdbStore:
             with self._lock, flocked(self._turn, wait_s=_FLUSH_S) as has_turn:
                 if self.problem or not has_turn:
                     raise _RefusedError(self.problem or "another process is committing")
-                self._written(lambda txn: txn.put(META_KEY, json.dumps(meta).encode("ascii")))
+                self._written(lambda txn: txn.put(META_KEY, meta_value(meta)))
                 os.fdatasync(self._fd)
                 self._close_env()
                 for suffix in (_BOOT, _LOCK):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(self.path + suffix)
-                self.meta = meta
+                self.meta, self._stamp = meta, _stamp(self._fd)
         except (_RefusedError, OSError, lmdb.Error) as error:
             raise CacheError(f"cannot finish the cache {self.path}: {error}") from error
 
@@ -610,12 +668,13 @@ class LmdbStore:
                 map_bytes = max(map_bytes // 2, file_bytes)
         self._lock_file = _file_at(self.path + _LOCK)
         with self._env.begin() as txn:
-            meta = json.loads(txn.get(META_KEY) or b"{}")
+            meta = _parsed(txn.get(META_KEY))
         if meta.get("uuid") != self.meta["uuid"]:
             self._close_env()
             raise _RefusedError("another file is in its place")
         if meta["finished"]:
             self._close_env()
+            self._stamp = _stamp(self._fd)
         self.meta = meta
         others = self._env.info()["num_readers"] if self._env else 1
         self._max_pending_bytes = min(_PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // (others + 1))
@@ -656,6 +715,14 @@ def _file_at(path: str) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _stamp(fd: int) -> tuple[int, int, int] | None:
+    """Size and times of a file."""
+    if fd < 0:
+        return None
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _pid_namespace() -> int:

@@ -28,10 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache.build.build import build_lmdb, opened_lmdb
-from fastload.cache.build.plan import check_source
-from fastload.cache.build.random_check import probe, read_unnoticed, readable
-from fastload.cache.build.sources import MappedDataset, encoded_source
+from fastload.cache.build import build_lmdb, opened_lmdb
 from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.fingerprint import (
     Fingerprint,
@@ -39,14 +36,15 @@ from fastload.cache.fingerprint import (
     fingerprint_of,
     why_private,
 )
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.finished import Description, LMDBCache, check_source
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.random_check import probe, read_unnoticed, readable
 from fastload.cache.records import encode
 from fastload.cache.sample_cache import SampleCache
+from fastload.cache.sources import LMDBDataset, MappedDataset, encoded_source
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
@@ -202,9 +200,8 @@ def _open_one(samples: _Samples, cache: Any) -> SampleCache:
     if isinstance(cache, str) and cache.startswith("lmdb:") and cache != "lmdb:":
         return _open_lmdb(samples, cache.removeprefix("lmdb:"))
     if isinstance(cache, LMDBCache):
-        return _checked_lmdb(samples, cache)
-    if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
-        return cache
+        is_source = isinstance(samples.source, LMDBDataset) and samples.source.cache is cache
+        return cache if is_source else _checked_lmdb(samples, cache)
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_location = isinstance(cache, str) and (
             cache.endswith(".lmdb") or os.path.exists(cache_path(cache, "cache"))
@@ -345,7 +342,7 @@ def _checked_lmdb(samples: _Samples, cache: LMDBCache) -> LMDBCache:
     elif len(samples) and samples.fingerprint.needs_key:
         with contextlib.suppress(Exception):  # the source may have gone since the build
             samples.examples[0] = read_unnoticed(samples.source, 0)
-    check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint)
+    check_source(cache, Description.of(samples.source, samples.examples, samples.fingerprint))
     return cache
 
 

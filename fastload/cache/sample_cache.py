@@ -68,6 +68,9 @@ class SampleCache(ABC):
         """Store a sample; False if it does not fit. Can be repeated."""
         return False
 
+    def flush(self) -> None:  # noqa: B027 - not every cache keeps something back
+        """Let other processes find all that was put."""
+
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples, in one call.
 

@@ -19,7 +19,6 @@ import typer
 from fastload.cli.arguments import Size, Source, cache_file, duration, new_cache_file
 from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
-from fastload.errors import CacheMismatchError
 from fastload.system.humanize import fastload_command, readable_size, table
 from fastload.system.logs import log
 from fastload.system.paths import is_url
@@ -27,7 +26,7 @@ from fastload.system.paths import is_url
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastload.cache.lmdb.lmdb_cache import LMDBCache
+    from fastload.cache.inventory import CacheOnDisk
 
 app = typer.Typer(help="Build and manage caches of decoded samples and files.", **APP)
 
@@ -77,7 +76,8 @@ def build(
         ),
     ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
+        bool,
+        typer.Option("--force", help="Build it anew beside a cache at DEST, and replace that at the end."),
     ] = False,
     by: Annotated[
         Literal["sample", "file"],
@@ -106,22 +106,20 @@ def build(
         "max_errors": max_errors,
         "progress": not is_quiet(),
         "wait": wait,
+        "force": force,
     }
-    if force:
-        from fastload.cache.build import inventory
-
-        with contextlib.suppress(FileNotFoundError):
-            inventory.remove(dest)
-    was_built = not os.path.exists(dest)
+    was_built = force or not os.path.exists(dest)
     started_s = time.monotonic()
-    from fastload.cache.build.build import build_lmdb
+    from fastload.cache.build import build_lmdb
+    from fastload.cache.inventory import list_caches
 
     with _opened(source, size) as (dataset, fingerprint):
         options |= {"num_workers": num_workers, "fingerprint": fingerprint}
         cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    details = _details(cache)
+    cache.close()
+    (details,) = map(_details, list_caches(dest))
     skipped = _skipped(details)
     # If it was built, the log has a line about the skipped samples.
     lines = [
@@ -137,49 +135,53 @@ def _build_files(
     source: str, dest: str, num_workers: int | None, on_error: Any, max_errors: Any, *, force: bool
 ) -> Answer:
     """Decode the files that SOURCE reads, into a directory at DEST: an epoch of a loader."""
-    from fastload.cache.build import inventory
-    from fastload.cache.build.fill import decode_images, fill_files
-    from fastload.cache.build.processes import choose_workers
     from fastload.cache.disk.upkeep import details_of
+    from fastload.cache.fill import choose_workers
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
     from fastload.loader import DataLoader
     from fastload.readers.request import CACHE_VARIABLE, requested_cache
 
+    if force:
+        raise CommandError("--force is for caches of samples: remove DEST, or omit it")
     if is_folder(source) and is_url(source):
         raise CommandError("with --by file, SOURCE is on this machine: pass a path")
     if requested_cache("ram") is None:
         raise CommandError(f"{CACHE_VARIABLE}=off turns off what --by file fills: unset it")
-    if force:
-        with contextlib.suppress(FileNotFoundError):
-            inventory.remove(dest)
     started_s = time.monotonic()
     with users_code(source):
         dataset = OpenedImages(source) if is_folder(source) else open_source(source)
         # A text takes the place of a sample that is left out.
         options: Any = {"on_error": str, "max_errors": max_errors} if on_error == "skip" else {}
         options |= {"num_workers": choose_workers(num_workers, len(dataset)), "cache": f"lmdb:{dest}"}
-        with DataLoader(dataset, 16, collate_fn=decode_images, **options) as loader:
-            fill_files(dest, loader, len(dataset), shown=not is_quiet())
+        with DataLoader(dataset, 16, collate_fn=_decode_images, **options) as loader:
+            for _ in loader:
+                pass
     details, elapsed_s = details_of(dest), time.monotonic() - started_s
+    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
     lines = [
-        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_decoded(details)}",
+        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {files}",
         f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
     ]
     return Answer({**details, "num_samples": len(dataset), "elapsed_s": round(elapsed_s, 3)}, lines)
 
 
-def _decoded(details: dict[str, Any]) -> str:
-    """The contents of a directory of decoded files, in one line; from its details."""
-    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
-    return f"{files}, {readable_size(details['nbytes'])}"
+def _decode_images(samples: list[Any]) -> None:
+    """Decode the images in samples, which Pillow leaves to whoever uses them."""
+    from PIL import Image
+
+    from fastload.nested.tree import leaves
+
+    for leaf in leaves(samples):
+        if isinstance(leaf, Image.Image):
+            leaf.load()
 
 
 @contextlib.contextmanager
 def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
-    from fastload.cache.build.random_check import reject_random
     from fastload.cache.fingerprint import fingerprint_of
+    from fastload.cache.random_check import reject_random
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.
@@ -197,81 +199,47 @@ CachePath = Annotated[
 ]
 
 
-@answers(app)
-def info(path: CachePath) -> Answer:
-    """Show the contents and the origin of a cache."""
-    if _is_of_files(path):
-        from fastload.cache.disk.upkeep import details_of
-
-        details = details_of(path)
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))
-        return Answer(
-            details, table([["path", details["path"]], ["holds", _decoded(details)], ["made", made]])
-        )
-    details = _details(_cache_at(path))
-    rows = [
-        ["path", details["path"]],
-        ["holds", _content(details)],
-        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))],
-    ]
-    if details["parts"]:
-        rows += [["made of", ""], *([f"  {name}", value] for name, value in details["parts"].items())]
-    skipped = _skipped(details)
-    return Answer(details, [*table(rows), *skipped, *([_training(details)] if skipped else [])])
-
-
 @answers(app, short_help="Check the checksum of every record.")
 def verify(path: CachePath) -> Answer:
-    """Read the whole cache and compare every record with its checksum."""
-    if _is_of_files(path):
-        return _verify_files(path)
-    cache = _cache_at(path)
-    damaged = cache.verify(progress=True)
-    result = {
-        "path": cache.path,
-        "num_samples": cache.num_samples,
-        "num_cached": cache.num_cached,
-        "num_damaged": len(damaged),
-        "damaged": damaged,
-    }
+    """Read the whole cache: check its structure, and compare every record with its checksum."""
+    from fastload.cache.finished import KIND, open_existing, open_finished
+    from fastload.cache.inventory import PARTIAL, damaged_keys
+
+    if os.path.isdir(path):
+        listing = fastload_command("cache", "ls", path)
+        raise CommandError(f"{path} is a directory: {listing} lists the caches in it", ExitCode.FAILED)
+    try:
+        store = open_existing(path)
+    except FileNotFoundError as error:
+        if os.path.lexists(path + PARTIAL):
+            raise CommandError(str(error), ExitCode.FAILED) from error
+        raise
+    is_by_sample = store.meta["kind"] == KIND
+    if is_by_sample:
+        open_finished(path)  # what it says of itself
+    damaged = damaged_keys(store, shown=not is_quiet())
+    numbers = [int.from_bytes(key, "big") if is_by_sample else key.hex() for key in damaged]
+    result = {"path": path, "num_records": store.num_records, "num_damaged": len(damaged), "damaged": numbers}
     if not damaged:
-        return Answer(result, [f"{cache.path}: {cache.num_cached:,} records, none damaged"])
-    shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
-    lines = [
-        f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged, of samples {shown}",
-        f"remove it with {fastload_command('cache', 'rm', cache.path)}, and build it again",
-    ]
+        return Answer(result, [f"{path}: {store.num_records:,} records, none damaged"])
+    lines = [f"{path}: {len(damaged):,} of {store.num_records:,} records are damaged"]
+    if is_by_sample:
+        lines[0] += f", of samples {', '.join(map(str, numbers[:10]))}{', ...' * (len(numbers) > 10)}"
+        lines.append(f"remove it with {fastload_command('cache', 'rm', path)}, and build it again")
+    else:
+        lines.append("loaders never return them: they decode these files again")
     return Answer(result, lines, ExitCode.FAILED, lines[0])
 
 
-def _is_of_files(path: str) -> bool:
-    from fastload.cache.disk.disk_store import is_file_store
-
-    return is_file_store(path)
-
-
-def _verify_files(path: str) -> Answer:
-    from fastload.cache.disk import upkeep
-
-    found = upkeep.verify(path, progress=True)
-    result = {"path": path, **found._asdict()}
-    if not found.num_damaged:
-        return Answer(result, [f"{path}: {found.num_pixels:,} records, none damaged"])
-    lines = [
-        f"{path}: {found.num_damaged:,} of {found.num_pixels:,} records are damaged",
-        "loaders never return them: they decode these files again, and store them again",
-    ]
-    return Answer(result, lines, ExitCode.FAILED, lines[0])
-
-
-@answers(app, short_help="List the caches in memory and in a directory.")
+@answers(app, short_help="List the caches in memory and in a directory, or show one.")
 def ls(
-    directory: Annotated[
+    path: Annotated[
         str | None,
         typer.Argument(
             parser=cache_file,
-            metavar="DIRECTORY",
-            help="List the caches on disk here, and none in memory; subfolders are not searched.",
+            metavar="PATH",
+            help="List the caches on disk in this directory, and none in memory; subfolders are not "
+            "searched. Of a cache at this path, show what it holds and what it was made of.",
         ),
     ] = None,
 ) -> Answer:
@@ -279,28 +247,28 @@ def ls(
 
     Caches in memory are those that your running processes share.
     """
-    lines, result = ([], {}) if directory is not None else _in_memory()
-    directory = directory or os.getcwd()
-    listed, result["disk"] = _on_disk(directory)
-    return Answer(result, [*lines, *listed])
+    from fastload.cache.inventory import list_caches
+
+    lines, result = ([], {}) if path is not None else _in_memory()
+    directory = path or os.getcwd()
+    caches = list_caches(directory)
+    result["disk"] = details = [_details(cache) for cache in caches]
+    if path is not None and [cache.path for cache in caches] == [path]:
+        return Answer(result, _shown(details[0]))
+    rows = [[item["path"], item["state"], _content(item)] for item in details]
+    return Answer(result, [*lines, *(table(rows) if rows else [f"no caches in {directory}"])])
 
 
-def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
-    from fastload.cache.build import inventory
-
-    rows, result = [], []
-    for item in inventory.list_caches(directory):
-        details = {"path": item.path, "problem": item.problem} if item.cache is None else _details(item.cache)
-        if item.num_files is not None:
-            details, text = (
-                {"path": item.path, "num_files": item.num_files},
-                f"{item.num_files:,} decoded files",
-            )
-        else:
-            text = item.problem or _content(details)
-        result.append({**details, "state": item.state, "nbytes": item.nbytes})
-        rows.append([item.path, item.state, readable_size(item.nbytes), text])
-    return table(rows) if rows else [f"no caches in {directory}"], result
+def _shown(details: dict[str, Any]) -> list[str]:
+    """All that is known of a cache on disk."""
+    rows = [["path", details["path"]], ["state", details["state"]], ["holds", _content(details)]]
+    if details.get("created_s"):
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))
+        rows.append(["made", made])
+    if details.get("parts"):
+        rows += [["made of", ""], *([f"  {name}", value] for name, value in details["parts"].items())]
+    skipped = _skipped(details)
+    return [*table(rows), *skipped, *([_training(details)] if skipped else [])]
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
@@ -358,7 +326,7 @@ def rm(
     continue to use it. A cache in memory is freed when the last process that holds it ends. The decoded files
     in memory, by the name that `fastload cache ls` shows, are forgotten by all processes.
     """
-    from fastload.cache.build import inventory
+    from fastload.cache import inventory
 
     if len(paths) == 1 and (store := _store_named(os.path.basename(paths[0]))) is not None:
         return _forget(store, yes=yes)
@@ -391,7 +359,7 @@ def _forget(store: dict[str, Any], *, yes: bool) -> Answer:
 
 
 def _files_of(path: str) -> list[str]:
-    from fastload.cache.build import inventory
+    from fastload.cache import inventory
     from fastload.cache.ram.shared import live_caches
 
     try:
@@ -440,44 +408,45 @@ def hold(
 # --- what a cache holds ----------------------------------------------------------------------------------
 
 
-def _cache_at(path: str) -> LMDBCache:
-    from fastload.cache.lmdb.files import PARTIAL_SUFFIX
-    from fastload.cache.lmdb.lmdb_cache import LMDBCache
-
-    try:
-        return LMDBCache(path)
-    except FileNotFoundError as error:
-        if os.path.lexists(path + PARTIAL_SUFFIX):
-            raise CommandError(str(error), ExitCode.FAILED) from error
-        raise
-    except CacheMismatchError as error:
-        if os.path.isdir(path):
-            error.add_note(f"{fastload_command('cache', 'ls', path)} lists the caches in a directory")
-        raise
-
-
-def _details(cache: LMDBCache) -> dict[str, Any]:
+def _details(cache: CacheOnDisk) -> dict[str, Any]:
     """The `--json` output about a cache on disk."""
-    report = f"{cache.path}.errors.jsonl"
+    from fastload.cache.finished import KIND, described
+    from fastload.cache.inventory import REPORT
+
+    found = {"path": cache.path, "state": cache.state, "nbytes": cache.nbytes, "problem": cache.problem}
+    if cache.store is None:
+        return found
+    num_records, kind = cache.store.num_records, cache.store.meta["kind"]
+    if kind != KIND:
+        return {**found, "kind": kind, "num_records": num_records}
+    description = asdict(described(cache.store))
+    num_skipped = len(description.pop("left_out"))
+    report = cache.path + REPORT
     return {
-        "path": cache.path,
-        **asdict(cache.description),
-        "num_cached": cache.num_cached,
-        "num_skipped": cache.num_samples - cache.num_cached,
+        **found,
+        "kind": kind,
+        **description,
+        "num_cached": num_records,
+        "num_skipped": num_skipped,
         "report": report if os.path.exists(report) else None,
-        "nbytes": cache.nbytes,
     }
 
 
 def _content(details: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its details."""
-    size = readable_size(details["nbytes"])
-    return f"{details['num_cached']:,} of {details['num_samples']:,} samples, {size}"
+    if details["problem"]:
+        return f"{readable_size(details['nbytes'])}: {details['problem']}"
+    held = (
+        f"{details['num_cached']:,} of {details['num_samples']:,} samples"
+        if "num_cached" in details
+        else (f"{details['num_records']:,} decoded files")
+    )
+    return f"{held}, {readable_size(details['nbytes'])}"
 
 
 def _skipped(details: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
-    if not details["num_skipped"]:
+    if not details.get("num_skipped"):
         return []
     where = "the report no longer exists" if details["report"] is None else f"see {details['report']}"
     return [f"{details['num_skipped']:,} of {details['num_samples']:,} samples could not be read: {where}"]

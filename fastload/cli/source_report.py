@@ -13,8 +13,8 @@ from typing import Any
 
 from fastload.augmentation.encoded import EncodedImage
 from fastload.batch.source import expect
-from fastload.cache.build.random_check import probe, spread_indices
-from fastload.cache.build.sources import encoded_source
+from fastload.cache.random_check import probe, spread_indices
+from fastload.cache.sources import encoded_source
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory

@@ -62,7 +62,7 @@ METHODS = (
     ("zarr.core.array", "Array", "__getitem__", READ),
     ("fastload.cache.dataset", "CachedDataset", "gather", CACHE),
     ("fastload.cache.ram.shared", "SharedMemoryCache", "get", CACHE),
-    ("fastload.cache.lmdb.lmdb_cache", "LMDBCache", "get", CACHE),
+    ("fastload.cache.finished", "LMDBCache", "get", CACHE),
     ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
     ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),

@@ -15,7 +15,7 @@ import fastload
 from fastload.bench.configurations import Cache, Configuration, configurations_of, default_workers
 from fastload.bench.report import best_of, table_lines, verdict_lines
 from fastload.bench.run import Benchmark, in_turn
-from fastload.cache.build.random_check import spread_indices
+from fastload.cache.random_check import spread_indices
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.build.staging import only_builder
+from fastload.cache.inventory import only_builder
 from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
 from tests.kit.jobs import Job

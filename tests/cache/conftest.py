@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import build_lmdb
 from fastload.cache.ram import registry, store, table
 from tests.augmentation.test_encoded import noise
 from tests.cache.zoo import Images

@@ -3,38 +3,33 @@
 import ast
 import json
 import struct
-import zlib
-from pathlib import Path
 
+import lmdb
 import numpy as np
 
 STORED_AS = {"bfloat16": "<i2", "complex32": "<i4"}  # tensors of dtypes that NumPy lacks
 
 
-def read_samples(path):
-    """Each index and sample of a cache of samples."""
-    data = Path(path).read_bytes()
-    text_crc, text_bytes, magic = struct.unpack("<IQ8s", data[-20:])
-    end = len(data) - 20 - text_bytes
-    fields = json.loads(data[end:-20]) if zlib.crc32(data[end:-20]) == text_crc else {}
-    if magic != b"FLlmdb1\0" or fields.get("version") != 4:
-        raise ValueError(f"{path} is damaged, or of another format")
-    rows = fields["plan"]["num_samples"]
-    table = data[end - 16 * rows : end]
-    if zlib.crc32(table) != fields["table_crc32"]:
-        raise ValueError(f"{path} is damaged")
-    starts = np.frombuffer(table, "<i8", rows).tolist()
-    sizes, crcs = np.frombuffer(table, "<u4", 2 * rows, 8 * rows).reshape(2, rows).tolist()
-    for index in range(rows):
-        record = data[starts[index] : starts[index] + sizes[index]]
-        if zlib.crc32(record) != crcs[index]:
-            raise ValueError(f"{path}: sample {index} is damaged")
-        if record:  # else it was left out
-            yield index, read_record(record)
+def read_cache(path):
+    """What the cache at a path says of itself, and each key and value in it, of samples by their index."""
+    with (
+        lmdb.open(str(path), subdir=False, readonly=True, lock=False) as environment,
+        environment.begin() as transaction,
+    ):
+        meta = json.loads(transaction.get(b"meta").splitlines()[0])
+        if meta["version"] != 5:
+            raise ValueError(f"{path} is of another format")
+        is_of_samples = meta["kind"] == "samples"
+        values = {
+            int.from_bytes(key, "big") if is_of_samples else key: read_record(record)
+            for key, record in transaction.cursor()
+            if key != b"meta"
+        }
+    return meta, values
 
 
 def read_record(record):
-    """The sample in a record; a tensor as an array."""
+    """The value in a record; a tensor as an array."""
     spec_bytes, count = struct.unpack_from("<II", record, 16)
     at = -(-(32 + spec_bytes) // 8) * 8
     lengths = iter(struct.unpack_from(f"<{count}Q", record, at))
@@ -70,51 +65,3 @@ def read_leaf(payload, kind, dtype="", shape=()):
     if kind == "float":
         return struct.unpack("<d", payload)[0]
     return {"bool": payload == b"\1", "none": None}.get(kind, payload)
-
-
-FACTORS = np.array(
-    [
-        *(0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93),
-        *(0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3),
-    ],
-    np.uint64,
-)
-START, PIXELS = np.uint64(0x589965CC75374CC3), 2
-
-
-def read_files(directory):
-    """Each key, array and note of a directory of decoded files; what is damaged is passed over."""
-    for file in sorted(Path(directory).glob("*.rows")):
-        words = np.fromfile(file, "<u8")
-        if words[:2].tobytes() != b"FLfiles\0" + (1).to_bytes(8, "little"):
-            continue
-        rows = words[: len(words) // 8 * 8].reshape(-1, 8)
-        pixels = file.with_suffix(".pixels").read_bytes()
-        is_right = (rows[:, :7] * FACTORS).sum(1, dtype=np.uint64) + START == rows[:, 7]
-        for row in rows[is_right & (rows[:, 2] == PIXELS)]:
-            offset, nbytes, head_bytes, checksum = row[3:7].tolist()
-            record, head_end = pixels[offset : offset + nbytes], -(-head_bytes // 64) * 64
-            if len(record) == nbytes and checksum_of(record, head_end) == checksum:
-                dtype, shape, order, note = plain_value(json.loads(record[:head_bytes]))
-                elements = np.frombuffer(record, np.uint8, offset=head_end).view(dtype)
-                yield row[:2].tobytes(), elements.reshape(shape, order=order), note
-
-
-def checksum_of(record, head_end):
-    """The checksum of a record: of its head, of the sums of blocks of 512 words, and of the rest."""
-    rest = head_end + (len(record) - head_end) // 4096 * 4096
-    sums = np.frombuffer(record[head_end:rest], "<u8").reshape(-1, 512).sum(1, dtype=np.uint64)
-    return zlib.crc32(record[rest:], zlib.crc32(sums.astype("<u8"), zlib.crc32(record[:head_end])))
-
-
-def plain_value(value):
-    """The value that JSON with tags stands for."""
-    if not isinstance(value, list):
-        return value
-    tag, *parts = value
-    if tag == "b":
-        return bytes.fromhex(parts[0])
-    parts = [plain_value(part) for part in parts]
-    if tag == "d":
-        return dict(zip(parts[::2], parts[1::2], strict=True))
-    return tuple(parts) if tag == "t" else parts

@@ -11,7 +11,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from fastload.cache.build import processes
+from fastload.cache import fill
 from fastload.system import budget as budget_module
 from fastload.system import cpus, ranks
 from fastload.system.budget import (
@@ -217,5 +217,5 @@ def test_workers_follow_cpus_quotas_and_ranks(
     monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
     assert cpus.rank_cpus() == expected
-    assert variables or processes.choose_workers(None, 1000) == expected
-    assert processes.choose_workers(5, 1000) == 5
+    assert variables or fill.choose_workers(None, 1000) == expected
+    assert fill.choose_workers(5, 1000) == 5

@@ -10,9 +10,9 @@ import pytest
 from torch.utils.data import Subset
 
 import fastload
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.random_check import reject_random
+from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.random_check import reject_random
 from fastload.errors import (
     CacheMismatchError,
     ImageReadError,

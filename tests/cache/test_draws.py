@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import fastload
-from fastload.cache.build.random_check import reject_random
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.random_check import reject_random
 from fastload.errors import NondeterministicDatasetError
 from tests.cache.zoo import Made
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.utils.data import Subset
 
 import fastload
-from fastload.cache.build.random_check import reject_random
+from fastload.cache.random_check import reject_random
 from fastload.errors import CacheMismatchError, NondeterministicDatasetError
 
 if TYPE_CHECKING:

@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import ast
-import hashlib
-import re
-import struct
+import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cv2
+import lmdb
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+import xxhash
 
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.disk.disk_store import DiskFileStore
-from fastload.cache.disk.segments import SegmentWriter
+from fastload.cache import records
+from fastload.cache.build import build_lmdb
+from fastload.cache.lmdb_store import FORMAT_VERSION
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
-from fastload.readers import identity, patches
-from fastload.readers.decode_cache import DecodeCache
 from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Everything, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
-from tests.kit.numbered_files import key_of
 
 if TYPE_CHECKING:
     from fastload.nested.leaf import Leaf
-
-pytestmark = pytest.mark.usefixtures("needs_lmdb")
 
 ROOT = Path(__file__).parents[2]
 STRUCTURE = np.dtype([("x", "<f4", (2,)), ("name", "S3")], align=True)
@@ -70,28 +65,30 @@ def values(index: int) -> Any:
 
 def assert_reads(path: Path, expected: dict[int, Any]) -> None:
     """The reader gives exactly these samples."""
-    found = dict(plain_reader.read_samples(path))
+    _, found = plain_reader.read_cache(path)
     assert list(found) == list(expected)
     for index, sample in expected.items():
         assert_same_samples(plain(sample), found[index])
 
 
 def test_it_imports_nothing_of_fastload() -> None:
-    """Only the standard library and NumPy."""
+    """Only the standard library, py-lmdb and NumPy."""
     tree = ast.parse(Path(plain_reader.__file__).read_text())
     lines = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {getattr(node, "module", None) or node.names[0].name for node in lines}
-    assert names == {"ast", "json", "struct", "zlib", "pathlib", "numpy"}
+    assert names == {"ast", "json", "struct", "lmdb", "numpy"}
 
 
-def test_the_page_has_each_number_of_the_reader() -> None:
-    """The magic words and factors that a reader needs are on the page, which links to this one."""
+def test_the_page_links_to_the_reader_and_names_the_version() -> None:
+    """And the checksum, which the reader does not compare."""
     page = (ROOT / "docs" / "cache-format.md").read_text()
-    assert "tests/cache/plain_reader.py" in page
-    text = Path(plain_reader.__file__).read_text()
-    numbers = re.findall(r"0x[0-9A-F]{16}", text)
-    assert len(numbers) == 8
-    assert [number for number in [*numbers, "FLlmdb1", "FLfiles"] if number not in page] == []
+    words = (
+        "tests/cache/plain_reader.py",
+        f"`version` ({FORMAT_VERSION})",
+        f"records: {records.FORMAT_VERSION}",
+        "XXH3-64",
+    )
+    assert [word for word in words if word not in page] == []
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -114,104 +111,25 @@ def test_a_cache_that_leaves_samples_out_is_read(tmp_path: Path) -> None:
     assert_reads(tmp_path / "a", {i: dataset.sample(i) for i in range(30) if i not in dataset.bad})
 
 
-def test_lmdb_finds_the_same_records(tmp_path: Path) -> None:
-    """The file is an environment of LMDB too, whose keys and values are those of the page."""
-    lmdb = pytest.importorskip("lmdb")
-    build_lmdb(Images(20), tmp_path / "a", num_workers=0).close()
-    samples = dict(plain_reader.read_samples(tmp_path / "a"))
+def test_the_checksum_is_that_of_the_page(tmp_path: Path) -> None:
+    """The XXH3-64 of the uuid, the key, and the bytes from 16 on."""
+    build_lmdb(Images(3), tmp_path / "a", num_workers=0).close()
     with (
         lmdb.open(str(tmp_path / "a"), subdir=False, readonly=True, lock=False) as environment,
         environment.begin() as transaction,
     ):
-        for key, value in transaction.cursor():
-            assert value[:48] == bytes(48)
-            (index,) = struct.unpack(">Q", key)
-            assert_same_samples(samples.pop(index), plain_reader.read_record(value[48:]))
-    assert not samples
+        text, checksum = transaction.get(b"meta").split(b"\n")
+        assert xxhash.xxh3_64_hexdigest(text) == checksum.decode()
+        key = (2).to_bytes(8, "big")
+        record = transaction.get(key)
+    hashed = xxhash.xxh3_64(bytes.fromhex(json.loads(text)["uuid"]) + key + record[16:])
+    assert int.from_bytes(record[8:16], "little") == hashed.intdigest()
 
 
-def test_damage_of_samples_is_seen(tmp_path: Path) -> None:
-    """A bit in a record, in the table, or in the description."""
+@pytest.mark.skipif(shutil.which("mdb_stat") is None, reason="lmdb-utils are not installed")
+def test_the_tools_of_lmdb_read_it(tmp_path: Path) -> None:
+    """mdb_stat counts the records, and mdb_dump prints them."""
     build_lmdb(Images(3), tmp_path / "a", num_workers=0).close()
-    content = (tmp_path / "a").read_bytes()
-    end = len(content) - 20 - int.from_bytes(content[-16:-8], "little")
-    for place in (content.index(Images().sample(1)[0].tobytes()), end - 1, end + 1):
-        damaged = bytearray(content)
-        damaged[place] ^= 1
-        (tmp_path / "a").write_bytes(damaged)
-        with pytest.raises(ValueError, match="damaged"):
-            dict(plain_reader.read_samples(tmp_path / "a"))
-
-
-# --- decoded files ----------------------------------------------------------------------------------------
-
-RNG = np.random.default_rng(0)
-ARRAYS = [
-    RNG.integers(0, 256, (375, 500, 3), np.uint8),  # many blocks of its checksum, and a rest
-    RNG.integers(0, 256, 4096, np.uint8),
-    np.asfortranarray(RNG.random((5, 7, 2))),
-    RNG.random((3, 4)).astype(">f4"),
-    np.array(7, np.int64),
-    np.zeros((0, 3), np.complex128),
-    np.array(["ab", "c"]),
-    np.array(["2026-01-02"], "M8[D]"),
-]
-NOTES = [None, {"a": [1, (2.5, b"\0", "ä")], 3: {}}, [[], ()], float("inf"), -(10**30), True, "text", ("t",)]
-
-
-def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
-    """Arrays of several segments, in both orders of memory, and notes of all plain values."""
-    store = DiskFileStore(str(tmp_path / "files"))
-    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
-        assert store.put(key_of(number), array, note)
-    other = SegmentWriter(store.path)  # of another process, say
-    assert store.add_file(key_of(98), bytes(32))
-    found = {key: (array, note) for key, array, note in plain_reader.read_files(store.path)}
-    assert found.keys() == {key_of(number) for number in range(len(ARRAYS))}
-    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
-        copy, copied_note = found[key_of(number)]
-        assert (copy.dtype, copy.flags.fnc) == (array.dtype, array.flags.fnc)
-        assert_same_samples((array, note), (copy, copied_note))
-    assert len([*Path(store.path).glob("*.rows")]) == 2
-    del other
-
-
-def test_what_libraries_decoded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pixels of Pillow and of OpenCV; and a file's row has the key and the hash of which the page tells."""
-    monkeypatch.setattr(identity, "SETTLED_S", 0)
-    monkeypatch.setattr(identity, "SETTLED_REMOTE_S", 0)
-    monkeypatch.setattr(identity, "_file_systems", {})
-    path, pixels = tmp_path / "photo.png", Images().sample(0)[0]
-    Image.fromarray(pixels).save(path)
-    store = DiskFileStore(str(tmp_path / "files"))
-    patches.meet()
-    with DecodeCache(store, verify_share=0).active():
-        with Image.open(path) as image:
-            image.load()
-        assert cv2.imread(str(path)) is not None
-    found = [array for _, array, _ in plain_reader.read_files(store.path)]
-    assert sorted(array.tobytes() for array in found) == sorted(
-        [pixels.tobytes(), pixels[:, :, ::-1].tobytes()]
-    )
-    status = path.stat()
-    text = repr(("file", "photo.png", status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    key = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    rows = np.fromfile(tmp_path / "files" / "00000.rows", "<u8").reshape(-1, 8)
-    (row,) = [row for row in rows if row[2] == 3]
-    assert row[:2].tobytes() == key
-    assert row[3:7].tobytes() == hashlib.sha256(path.read_bytes()).digest()
-
-
-def test_what_is_damaged_of_decoded_files_is_passed_over(tmp_path: Path) -> None:
-    """A bit in a record or in its row, and files that are cut short."""
-    store = DiskFileStore(str(tmp_path / "files"))
-    for number, array in enumerate(ARRAYS[:4]):
-        store.put(key_of(number), array, None)
-    rows, pixels = Path(store.path, "00000.rows"), Path(store.path, "00000.pixels")
-    content = bytearray(rows.read_bytes())
-    content[64 * 2 + 30] ^= 1  # the second record's
-    rows.write_bytes(content + b"\1")
-    content = bytearray(pixels.read_bytes())
-    content[300_000] ^= 1  # in the first record
-    pixels.write_bytes(content[:-9])  # of the last one
-    assert [key for key, _, _ in plain_reader.read_files(store.path)] == [key_of(2)]
+    for tool, said in (("mdb_stat", "Entries: 4"), ("mdb_dump", "0000000000000002")):
+        done = subprocess.run([tool, "-n", str(tmp_path / "a")], capture_output=True, text=True, check=True)
+        assert said in done.stdout

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.cache.lmdb.lmdb_cache import stack_records
 from fastload.cache.records import ALIGNMENT_BYTES, decode, encode, is_intact
+from fastload.cache.samples import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.nested.leaf import TENSOR_STORAGE
 from fastload.nested.spec import Spec, flatten

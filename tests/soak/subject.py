@@ -12,7 +12,7 @@ import torch.utils.data as tud
 from torch.utils._pytree import tree_leaves
 
 import fastload
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import build_lmdb
 from tests.soak import datasets, order
 from tests.soak.compare import SoakError, difference, with_channels_last, wrong_strides
 

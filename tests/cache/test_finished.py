@@ -1,11 +1,11 @@
-"""LMDBCache: the contract, what opening refuses, files that change while they are open, places of records."""
+"""LMDBCache: the contract, what opening refuses, files that change while they are open, keys and values."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import fastload
-from fastload.cache.build import writer as lmdb_writer
-from fastload.cache.build.build import build_lmdb
+from fastload.cache import lmdb_store
+from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.lmdb.files import OpenFile
-from fastload.cache.lmdb.format import PADDING, pack_key
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.finished import LMDBCache
+from fastload.cache.records import decode
+from fastload.cache.store import index_key
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages
@@ -54,10 +54,10 @@ NO_CACHES: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "nothing": (lambda path: None, FileNotFoundError, "there is no cache at .*cache"),
     "link to nothing": (lambda path: path.symlink_to("x"), FileNotFoundError, "there is no cache at .*cache"),
     "pipe": (os.mkfifo, CacheMismatchError, "cache is not a file"),  # it is not waited for
-    "directory": (os.mkdir, CacheMismatchError, "cache is not a file"),
-    "empty": (lambda path: path.touch(), CacheError, "cache"),
+    "directory": (os.mkdir, CacheMismatchError, "cache is a directory, but a cache on disk is one file"),
+    "empty": (lambda path: path.touch(), CacheError, "cache is not a cache"),
     "zeros": (lambda path: path.write_bytes(b"\0" * 20_000), CacheError, "cache"),
-    "foreign": (foreign, CacheCorruptError, "not a cache"),
+    "foreign": (foreign, CacheMismatchError, "is an LMDB file, but no cache"),
 }
 
 
@@ -95,7 +95,7 @@ def test_attributes(tmp_path: Path) -> None:
 
     assert (cache.description.parts, cache.description.classes) == ({"source": "photos"}, ["cat", "dog"])
     assert cache.nbytes == path.stat().st_size
-    assert cache.stored_indices is None
+    assert cache.stored_indices.tolist() == list(range(20))
     assert (3 in cache, 20 in cache, -1 in cache, "x" in cache) == (True, False, False, False)
     assert len(cache.missing()) == 0
     assert "opened by its path" in LMDBCache(path).explain()
@@ -119,17 +119,6 @@ def test_gather_is_default_collate(tmp_path: Path) -> None:
     assert batch["image"].data_ptr() in [array.__array_interface__["data"][0] for array in given]
     other = build_lmdb(RaggedImages(4), tmp_path / "ragged", num_workers=0)  # left to samples
     assert other.gather(np.array([1, 2, 3]), None) is None  # type: ignore[arg-type]
-
-
-def test_checksum_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a record's first read in a process pays for its checksum, alone or in a batch."""
-    cache, counted, real = LMDBCache(path), [], zlib.crc32
-    monkeypatch.setattr(zlib, "crc32", lambda *args: counted.append(1) or real(*args))
-    for _ in range(2):
-        assert cache.get(3) is not None
-        assert cache.gather(np.array([4, 5, 6]), np.empty) is not None
-        assert cache.get(5) is not None
-    assert len(counted) == 4
 
 
 def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
@@ -223,9 +212,7 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
     opened_ns = path.stat().st_ctime_ns
     gather(cache)
     content = path.read_bytes()
-    # LMDB may leave older copies of a record in pages that it has used again.
-    start = int(OpenFile(os.open(path, os.O_RDONLY), str(path))._table.starts[5])
-    at = content.index(Images(20).sample(5)[0].tobytes(), start)
+    at = content.rindex(Images(20).sample(5)[0].tobytes())
     with open(path, "r+b") as file:
         file.seek(at + 100)
         file.write(bytes([content[at + 100] ^ 1]))
@@ -291,23 +278,19 @@ def texts(sizes: list[int]) -> Made:
 
 
 def check_as_lmdb(path: Path, num_samples: int) -> None:
-    """Every record is what LMDB finds under its key."""
+    """Under the key of each sample, LMDB finds its record, and nothing else beside `meta`."""
     cache = LMDBCache(path)
+    stored = cache.stored_indices.tolist()
+    samples = [cache.get(index) for index in range(num_samples)]
+    assert (cache.num_cached, cache.verify()) == (len(stored), [])
+    assert [index for index in range(num_samples) if index in cache] == stored
+    cache.close()
     environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False)
     with environment, environment.begin() as transaction:
-        found = [transaction.get(pack_key(index)) for index in range(num_samples)]
-    stored = [index for index, value in enumerate(found) if value is not None]
-    records = [None if value is None else value[len(PADDING) :] for value in found]
-    assert [index for index in range(num_samples) if index in cache] == stored
-    assert (cache.num_cached, cache.verify()) == (len(stored), [])
-    indices = cache.stored_indices
-    assert (list(range(num_samples)) if indices is None else indices.tolist()) == stored
-    if num_samples:
-        file = cache._opened()
-        found = [file.record(index) for index in range(num_samples)]
-        assert [None if one is None else bytes(one) for one in found] == records
-        assert (file.records(np.arange(num_samples)) is None) == (len(stored) < num_samples)
-        assert file.records(np.array(stored[::-1], np.intp)) == [records[index] for index in stored[::-1]]
+        found = {bytes(key): bytes(value) for key, value in transaction.cursor()}
+    assert json.loads(found.pop(b"meta").splitlines()[0])["finished"]
+    assert list(found) == [index_key(index) for index in stored]
+    assert [decode(value) for value in found.values()] == [samples[index] for index in stored]
 
 
 @pytest.mark.slow
@@ -315,35 +298,17 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
 @example([20] * 30_000, 1 << 20)  # branches over branches
 @example([-1] * 50, 1)
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
-def test_records_lie_where_lmdb_finds_them(tmp_path_factory: Any, sizes: Any, commit_bytes: int) -> None:
+def test_lmdb_finds_each_record(tmp_path_factory: Any, sizes: Any, commit_bytes: int) -> None:
     """Values in leaf pages and in overflow pages of any length, after any number of commits."""
     path = tmp_path_factory.mktemp("places") / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+        patch.setattr(lmdb_store, "_BATCH_BYTES", commit_bytes)
         build_lmdb(texts(sizes), path, num_workers=0, on_error="skip", max_errors=1.0).close()
     check_as_lmdb(path, len(sizes))
 
 
-def test_long_records_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record of which the system gives only a part at once is read to its end, or to that of a cut file."""
-    path, real = tmp_path / "cache", os.pread
-    dataset = texts([9_000] * 3)
-    build_lmdb(dataset, path, num_workers=0).close()
-    cache = LMDBCache(path)
-    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 1000), at))
-    assert [cache.get(index) for index in range(2)] == [dataset[index] for index in range(2)]
-
-    def cut_and_read(fd: int, nbytes: int, at: int) -> bytes:
-        os.truncate(path, 8192)
-        return real(fd, nbytes, at)
-
-    monkeypatch.setattr(os, "pread", cut_and_read)
-    with pytest.raises(CacheMismatchError, match=CHANGED):
-        cache.get(2)
-
-
 def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
-    """An open file takes two; a file that is refused is closed at once, also while its error is held."""
+    """An open file takes two, and a file that is refused none, while its error is held, too."""
     build_lmdb(texts([9] * 9), tmp_path / "cache", num_workers=0).close()
     foreign(tmp_path / "other")
     before = len(os.listdir("/proc/self/fd"))
@@ -352,7 +317,7 @@ def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
     cache.close()
     os.truncate(tmp_path / "cache", 5000)
     for name in ("cache", "other"):
-        with pytest.raises(OSError, match=name) as caught:
+        with pytest.raises(CacheError, match=name) as caught:
             LMDBCache(tmp_path / name)
         assert caught.value.__traceback__ is not None
         assert len(os.listdir("/proc/self/fd")) == before

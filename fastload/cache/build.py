@@ -1,0 +1,291 @@
+"""Builds a cache in a file: fills an unfinished file, and finishes it.
+
+Rules:
+
+1. The unfinished file is PATH.partial. When it has all samples and is on the disk, it is moved to PATH: a
+   process that sees PATH sees the whole cache.
+2. What a build that ends early has stored stays there, and the next build of the same samples continues.
+3. Nothing that another program has put at these paths is changed or removed.
+4. One build of a path at a time: see `inventory`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from fastload.batch.failures import FailedSample
+from fastload.cache.fill import Failure, check_options, fill
+from fastload.cache.finished import KIND, Description, LMDBCache, check_source, described
+from fastload.cache.inventory import BESIDE, NEW_BYTES, PARTIAL, REPORT, is_ours, only_builder
+from fastload.cache.lmdb_store import LmdbStore, open_store
+from fastload.cache.random_check import read_unnoticed, readable
+from fastload.cache.samples import StoredSamples
+from fastload.errors import (
+    CacheCorruptError,
+    CacheError,
+    CacheMismatchError,
+    NondeterministicDatasetError,
+    TooManyFailuresError,
+)
+from fastload.rng.draws import DrawWatch
+from fastload.system.disk import sync_directory, write_new
+from fastload.system.humanize import fastload_command
+from fastload.system.logs import log
+from fastload.system.notes import add_note
+from fastload.system.os_errors import write_errors_as
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastload.cache.fingerprint import Fingerprint
+
+_REPORTED = ("index", "path", "type", "reason", "worker")
+
+
+def build_lmdb(
+    dataset: Any,
+    path: str | os.PathLike[str],
+    *,
+    num_workers: int | None = None,
+    progress: bool = True,
+    probed: Mapping[int, Any] | None = None,
+    on_error: str = "raise",
+    max_errors: int | float = 0.01,
+    wait: bool = True,
+    force: bool = False,
+    fingerprint: Fingerprint | None = None,
+) -> LMDBCache:
+    """The finished cache of a dataset at `path`: opened if it exists, else built.
+
+    Args:
+        dataset: Map-style and deterministic.
+        path: The file.
+        num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
+        progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+        probed: Samples that were already read, by index; they are not read again.
+        on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
+            sample out and writes a line about it to PATH.errors.jsonl.
+        max_errors: The maximum number of left-out samples (an int), or their share (a float).
+        wait: Wait while another process builds the cache, and then open it.
+        force: Build it also if it exists, and replace it at the end.
+        fingerprint: Of the samples; identifies a cache without reading a sample.
+
+    Raises:
+        CacheMismatchError: The cache at `path`, or the unfinished one, was made from other samples.
+        CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
+        UnsupportedSampleError: A value in a sample cannot be cached.
+        CacheError: The file could not be written.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read.
+        ValueError: An argument is invalid.
+    """
+    if on_error == "replace":  # the word of DataLoader
+        raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
+    check_options(num_workers, on_error, max_errors)
+    path, known = os.path.abspath(path), dict(probed or {})
+
+    def opened() -> LMDBCache:
+        """What is at the path, after it was compared with the dataset."""
+        cache = opened_lmdb(path)
+        is_compared = fingerprint is None or cache.description.parts is None
+        if is_compared and 0 not in known and 0 in cache and len(dataset):
+            with contextlib.suppress(*[Exception] * (on_error == "skip")):
+                known[0] = read_unnoticed(dataset, 0)
+        check_source(cache, Description.of(dataset, known, fingerprint))
+        return cache
+
+    if os.path.lexists(path) and not force:
+        return opened()
+    with only_builder(path, wait=wait):
+        if os.path.lexists(path) and not force:  # another process has just built it
+            return opened()
+        _probe(dataset, known, on_error)
+        here = Description.of(dataset, known, fingerprint)
+        store = _begin(path, here, force=force)
+        try:
+            if not store.meta["finished"]:  # else the build was killed in its last steps
+                samples = StoredSamples(store, len(dataset))
+                for index in known:
+                    samples.put(index, known[index])
+                store.flush()
+                source = _Samples(dataset, samples)
+                failed = _fill(source, path, num_workers, on_error, max_errors, progress)
+                indices = [sample.index for sample in failed]
+                if samples.missing().tolist() != indices:
+                    raise CacheError(f"cannot write the cache {path}: {store.problem or store.full_reason}")
+                store.finish({KIND: asdict(replace(here, left_out=indices))})
+            _publish(path, force=force)
+            store.path = path
+        except BaseException as error:
+            _leave(store, path, len(dataset), error)
+            raise
+    cache = LMDBCache(path)
+    cache.reason = "built now, as it did not exist"
+    if num_left_out := cache.num_samples - cache.num_cached:
+        log.warning(
+            "%s: %d of %d samples could not be read and are left out: see %s%s",
+            *(path, num_left_out, cache.num_samples, path, REPORT),
+        )
+    return cache
+
+
+def opened_lmdb(path: str) -> LMDBCache:
+    """What is at a path where a cache can be built.
+
+    Raises:
+        CacheCorruptError, CacheMismatchError: It is no cache that can be read.
+    """
+    try:
+        return LMDBCache(path)
+    except (CacheCorruptError, CacheMismatchError) as error:
+        add_note(error, "To build a cache, use a path that does not exist yet")
+        raise
+
+
+class _Samples:
+    """The samples of a dataset, on the way to their store."""
+
+    def __init__(self, dataset: Any, cache: StoredSamples) -> None:
+        self.dataset, self.cache = dataset, cache
+        self._watch = DrawWatch(dataset)
+
+    def _store(self, index: int) -> bool:
+        sample, drawn = self._watch.read(self.dataset, index)
+        if drawn:
+            raise NondeterministicDatasetError(
+                f"the sample is random (drawn from {', '.join(drawn)}), unlike those that were checked "
+                "first. A cache would freeze one draw: move the random part of the dataset to the transform"
+            )
+        if not self.cache.put(index, sample):  # others are committing: unlike training, a build waits
+            self.cache.flush()
+            return self.cache.put(index, sample)
+        return True
+
+
+def _probe(dataset: Any, known: dict[int, Any], on_error: str) -> None:
+    """Read sample 0, or another one if that cannot be read, unless it was."""
+    if 0 not in known and len(dataset):
+        try:
+            known[0] = dataset[0]
+        except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
+            if on_error == "raise":
+                Failure.of(0, error).reraise()
+            with contextlib.suppress(Exception):
+                known |= [next(readable(dataset, dataset.__getitem__))]
+
+
+def _begin(path: str, here: Description, *, force: bool) -> LmdbStore:
+    """The unfinished file of a build, with what an earlier build of the same samples has stored."""
+    partial = path + PARTIAL
+    if force:
+        is_ours(path)  # raises if it is something else
+    with write_errors_as(CacheError, "the cache", partial):
+        if is_ours(partial) and os.path.getsize(partial) > NEW_BYTES:
+            store = open_store(partial)
+            there = described(store)
+            why = there.difference(here)
+            if why is None and (there.parts is not None or not force):
+                log.info("%s: continues with the %d samples in it", partial, store.num_records)
+                return store
+            if not force:
+                raise CacheMismatchError(
+                    f"{partial} is left of a build of other samples, or of an earlier state of them: {why} "
+                    "(here: the dataset, there: the file). Remove it with "
+                    f"{fastload_command('cache', 'rm', path)}, or build with --force on the command line"
+                )
+        _remove(partial)
+        return open_store(partial, {"kind": KIND, KIND: asdict(here)})
+
+
+def _remove(partial: str) -> None:
+    for beside in BESIDE:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial + beside)
+
+
+def _leave(store: LmdbStore, path: str, num_samples: int, error: BaseException) -> None:
+    """Keep what an interrupted build has stored, and let its error say how to continue."""
+    if store.meta["finished"]:
+        return
+    store.close()
+    if num_stored := store.num_records:
+        kept = f"{num_stored:,} of {num_samples:,} samples are stored in {path}{PARTIAL}"
+        add_note(error, f"{kept}: run the same build again to continue")
+    else:
+        _remove(path + PARTIAL)
+
+
+def _fill(
+    source: _Samples,
+    path: str,
+    num_workers: int | None,
+    on_error: str,
+    max_errors: int | float,
+    progress: bool,
+) -> list[FailedSample]:
+    """Store all samples, and write the report; returns those that are left out, by ascending index."""
+    left_out = list[FailedSample]()
+    try:
+        fill(
+            source,
+            left_out,
+            num_workers=num_workers,
+            on_error=on_error,
+            max_errors=max_errors,
+            advice="Raise max_errors or repair the files, and build again",
+            title=f"building {path}",
+            shown=progress,
+        )
+    except TooManyFailuresError as error:
+        with contextlib.suppress(CacheError):
+            _write_report(path, left_out)
+            add_note(error, f"The samples that could not be read are listed in {path}{REPORT}")
+        raise
+    left_out.sort(key=lambda sample: sample.index)
+    _write_report(path, left_out)
+    return left_out
+
+
+def _publish(path: str, *, force: bool) -> None:
+    """Move the finished file to its place.
+
+    Raises:
+        CacheError: Another program has put something there, which stays.
+    """
+    partial = path + PARTIAL
+    with write_errors_as(CacheError, "the cache", path):
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        if force:
+            os.replace(partial, path)
+        else:
+            try:
+                os.link(partial, path)  # unlike a rename, it replaces no file that came meanwhile
+                os.unlink(partial)
+            except FileExistsError:
+                raise CacheError(
+                    f"another program created {path} while the cache was built; it was not changed. The "
+                    f"finished cache is {partial}: move it to a path of its own"
+                ) from None
+            except OSError:  # a file system without hard links
+                os.rename(partial, path)
+        for beside in BESIDE[1:]:  # a build that was killed in its last steps leaves them
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial + beside)
+        sync_directory(os.path.dirname(path))
+
+
+def _write_report(path: str, left_out: list[FailedSample]) -> None:
+    """Write about the samples that a cache leaves out: one line of JSON each; no file if there are none."""
+    lines = [json.dumps({name: getattr(sample, name) for name in _REPORTED}) for sample in left_out]
+    with write_errors_as(CacheError, "the report", path + REPORT):
+        if not lines:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + REPORT)  # of an older cache
+            return
+        own = f"{path}{REPORT}.{os.urandom(8).hex()}"
+        write_new(own, "".join(f"{line}\n" for line in lines).encode())
+        os.replace(own, path + REPORT)
