@@ -27,10 +27,10 @@ DRAWING = ROOT / "docs" / "layers.svg"
 BUDGETS = {
     "loader errors version __init__ __main__": (407, 420),
     "epochs": (1840, 1050),
-    "workers": (2032, 1150),
+    "workers": (2042, 1150),
     "batch": (1482, 800),
     "cache": (4701, 2600),
-    "readers": (1792, 1200),
+    "readers": (1793, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),
     "nested": (706, 620),
