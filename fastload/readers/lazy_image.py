@@ -119,6 +119,10 @@ class _View(Image.Image):
 
     __slots__ = ("_image",)
     _image: Any
+    convert, copy = (
+        Image.Image.convert,
+        Image.Image.copy,
+    )  # methods of Pillow call these, which then see it, too
 
     @classmethod
     def of(cls, image: Any) -> _View:

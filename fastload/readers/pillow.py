@@ -257,14 +257,10 @@ class _Opened:
             image.load()
         # Pillow may have closed a file of its own. A path identifies nothing by itself, but finds the file.
         after = identify_path(image.filename) if image._exclusive_fp else self._source.identity()
-        if after != identity or is_cut:
-            if stored is None:
-                cache.missed(CUT if is_cut else Unknown.TOO_NEW)
-            return
         learned = _learned(image, before, info, file)
-        if learned is None:
+        if after != identity or is_cut or learned is None:
             if stored is None:
-                cache.missed(UNUSUAL)
+                cache.missed(CUT if is_cut else UNUSUAL if after == identity else Unknown.TOO_NEW)
             return
         raw = _raw_of(image)
         if stored is not None:
