@@ -73,21 +73,18 @@ def test_a_module_that_a_string_names_counts_as_imported() -> None:
 
 # Inside cache/: what all of it builds on, then the folders, from the bottom up.
 CACHE_BASE = {
-    f"cache.{name}"
-    for name in [
-        "columns",
-        "fingerprint",
-        "lmdb_store",
-        "plain_text",
-        "progress",
-        "records",
-        "sample_cache",
-        "store",
-    ]
+    *(
+        "cache.columns",
+        "cache.decoded_files",
+        "cache.fingerprint",
+        "cache.lmdb_file",
+        "cache.lmdb_store",
+        "cache.plain_text",
+    ),
+    *("cache.progress", "cache.records", "cache.sample_cache", "cache.store"),
 }
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.ram": CACHE_BASE,
-    "cache.disk": CACHE_BASE,
 }
 
 

@@ -29,6 +29,7 @@ from fastload.cache.finished import LMDBCache
 from fastload.cache.ram import store as ram_store
 from fastload.cache.ram.store import open_store
 from fastload.cli import cache_commands, main
+from fastload.images.opened_files import OpenedImages
 from fastload.readers import identity
 from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, pixels
@@ -98,9 +99,12 @@ def images(root: Path, *names: str, shape: tuple[int, ...] = (20, 30, 3)) -> Pat
 
 
 def flip_a_bit(path: Path, content: bytes) -> None:
-    """Damage a file where it has this content."""
+    """Damage a file wherever it has this content: LMDB leaves old copies in unused pages."""
     data = bytearray(path.read_bytes())
-    data[data.index(content)] ^= 1
+    at = data.index(content)
+    while at >= 0:
+        data[at] ^= 1
+        at = data.find(content, at + 1)
     path.write_bytes(data)
 
 
@@ -685,34 +689,69 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("settled")
-def test_decoded_files_on_disk_are_built(tmp_path: Path) -> None:
-    """From a folder as torchvision reads it; a second build decodes nothing."""
+def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: Path) -> None:
+    """From a folder as torchvision reads it, into a finished file; a second build has nothing to do."""
     root, dest = images(tmp_path / "photos", "a/1.png", "b/c/3.png"), tmp_path / "files"
     Image.new("RGB", (30, 20), "red").save(root / "a" / "2.jpg")  # its copy is decoded when it is used
     first = told("build", root, dest, "--by", "file", "--num-workers", "0")
     assert (first["num_samples"], first["num_pixels"], first["num_contents"]) == (3, 3, 3)
+    assert (first["state"], os.listdir(tmp_path).count("files.partial")) == ("finished", 0)
+    (root / "b" / "c" / "3.png").unlink()
     again = told("build", root, dest, "--by", "file", "--num-workers", "0")
     assert (again["num_pixels"], again["nbytes"]) == (3, first["nbytes"])
+    (listed,) = told("ls", tmp_path)["disk"]
+    assert (listed["path"], listed["state"], listed["num_pixels"]) == (str(dest), "finished", 3)
+    assert told("ls", dest)["disk"] == [listed]
+    assert "3 results of decoding 3 files" in run("ls", dest).stdout
+    assert told("verify", dest)["num_damaged"] == 0
+    flip_a_bit(dest, Image.open(root / "a" / "1.png").tobytes())
+    assert told("verify", dest, code=1)["num_damaged"] >= 1
+    assert told("build", root, dest, "--by", "file", "--force", "--num-workers", "0")["num_pixels"] == 2
+    assert told("rm", dest, "--yes")["caches"][0]["removed"] == [str(dest)]
+    assert not dest.exists()
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_finished_file_of_decoded_files_is_read_and_not_filled(tmp_path: Path) -> None:
+    """What is missing in it is decoded each time."""
+    root, dest = images(tmp_path / "photos", "a/1.png"), tmp_path / "files"
+    told("build", root, dest, "--by", "file", "--num-workers", "0")
+    Image.new("RGB", (30, 20), "red").save(root / "a" / "2.png")
+    before = dest.read_bytes()
+    for _ in range(2):
+        with fastload.DataLoader(
+            OpenedImages(str(root)), 1, cache=f"lmdb:{dest}", collate_fn=decoded
+        ) as loader:
+            assert list(loader) == [1, 1]
+        assert (loader.stats().cache_hits, loader.stats().cache_misses) == (1, 1)
+    forget_stores()
+    assert dest.read_bytes() == before
+
+
+def decoded(samples: list[Any]) -> int:
+    """Decode the images of a batch."""
+    return len([image.load() for image in samples])
 
 
 @pytest.mark.usefixtures("settled")
 def test_images_that_cannot_be_decoded_are_skipped_by_file(tmp_path: Path) -> None:
-    """And named, within --max-errors; without --on-error skip they end the build."""
+    """And reported, within --max-errors; without --on-error skip they end the build, which then continues."""
     root, dest = images(tmp_path / "photos", "a/1.png", "b/3.png"), tmp_path / "files"
     (root / "b" / "2.png").write_bytes(b"no image")
     assert "2.png" in told("build", root, dest, "--by", "file", "--num-workers", "0", code=1)["error"]
     options = ("--by", "file", "--on-error", "skip", "--max-errors", "1")
     assert told("build", root, dest, *options, "--num-workers", "2")["num_pixels"] == 2
+    assert "2.png" in Path(f"{dest}.errors.jsonl").read_text()
 
 
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path, monkeypatch: Any) -> None:
     """Nor the other way around, and a finished cache of samples is left alone. No cache is not filled."""
     root = images(tmp_path / "photos", "a/1.png")
-    for options in (("--size", "8"), ("--strict",), ("--no-wait",)):
+    for options in (("--size", "8"), ("--strict",)):
         error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
         assert options[0] in error
     samples = built(tmp_path / "samples")
-    assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
+    assert "is a cache of samples" in told("build", root, samples, "--by", "file", code=1)["error"]
     monkeypatch.setenv("FASTLOAD_CACHE", "off")
     assert "unset it" in told("build", root, tmp_path / "files", "--by", "file", code=2)["error"]
     assert not (tmp_path / "files").exists()

@@ -17,7 +17,12 @@ import os
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import PIL.Image
+
 from fastload.batch.failures import FailedSample
+from fastload.cache.decoded_files import open_files
+from fastload.cache.file_cache import FileCache
 from fastload.cache.fill import Failure, check_options, fill
 from fastload.cache.finished import KIND, Description, LMDBCache, check_source, described
 from fastload.cache.inventory import BESIDE, NEW_BYTES, PARTIAL, REPORT, is_ours, only_builder
@@ -31,6 +36,7 @@ from fastload.errors import (
     NondeterministicDatasetError,
     TooManyFailuresError,
 )
+from fastload.nested.tree import leaves
 from fastload.rng.draws import DrawWatch
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.humanize import fastload_command
@@ -40,6 +46,8 @@ from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import numpy.typing as npt
 
     from fastload.cache.fingerprint import Fingerprint
 
@@ -124,11 +132,7 @@ def build_lmdb(
             raise
     cache = LMDBCache(path)
     cache.reason = "built now, as it did not exist"
-    if num_left_out := cache.num_samples - cache.num_cached:
-        log.warning(
-            "%s: %d of %d samples could not be read and are left out: see %s%s",
-            *(path, num_left_out, cache.num_samples, path, REPORT),
-        )
+    _warn(path, cache.num_samples - cache.num_cached, cache.num_samples)
     return cache
 
 
@@ -219,7 +223,7 @@ def _leave(store: LmdbStore, path: str, num_samples: int, error: BaseException) 
 
 
 def _fill(
-    source: _Samples,
+    source: _Samples | _Files,
     path: str,
     num_workers: int | None,
     on_error: str,
@@ -278,6 +282,12 @@ def _publish(path: str, *, force: bool) -> None:
         sync_directory(os.path.dirname(path))
 
 
+def _warn(path: str, num_left_out: int, num_samples: int) -> None:
+    if num_left_out:
+        text = "%s: %d of %d samples could not be read and are left out: see %s%s"
+        log.warning(text, path, num_left_out, num_samples, path, REPORT)
+
+
 def _write_report(path: str, left_out: list[FailedSample]) -> None:
     """Write about the samples that a cache leaves out: one line of JSON each; no file if there are none."""
     lines = [json.dumps({name: getattr(sample, name) for name in _REPORTED}) for sample in left_out]
@@ -289,3 +299,97 @@ def _write_report(path: str, left_out: list[FailedSample]) -> None:
         own = f"{path}{REPORT}.{os.urandom(8).hex()}"
         write_new(own, "".join(f"{line}\n" for line in lines).encode())
         os.replace(own, path + REPORT)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+class _Files:
+    """A dataset that is read to decode its files, and what `fill` needs to know of their cache."""
+
+    def __init__(self, dataset: Any, store: LmdbStore) -> None:
+        self.dataset, self.num_samples, self.store = dataset, len(dataset), store
+        self._reader = FileCache(store)
+
+    @property
+    def cache(self) -> _Files:
+        """This object."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.store.nbytes
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """All samples: which files they have is seen when they are read."""
+        return np.arange(self.num_samples)
+
+    def flush(self) -> None:
+        """Commit what this process has decoded."""
+        self.store.flush()
+
+    def learns(self) -> bool:
+        """Whether images were read before it was known what is stored of them; it is now."""
+        return self._reader.end_epoch()
+
+    def _store(self, index: int) -> bool:
+        with self._reader.reading():
+            for leaf in leaves(self.dataset[index]):
+                if isinstance(leaf, PIL.Image.Image):
+                    leaf.load()  # Pillow leaves that to whoever uses the image
+        return True
+
+
+def build_files(
+    dataset: Any,
+    path: str,
+    *,
+    num_workers: int | None = None,
+    progress: bool = True,
+    on_error: str = "raise",
+    max_errors: int | float = 0.01,
+    wait: bool = True,
+    force: bool = False,
+) -> None:
+    """Decode the files that a dataset reads into a file, and finish it; one that loaders fill, where it is.
+
+    Args:
+        dataset: Map-style; it can be random.
+        path: The file.
+        num_workers: As for `build_lmdb`, as are all that follow.
+        progress: Show a bar.
+        on_error: What a sample is that cannot be read.
+        max_errors: How many can be left out.
+        wait: Wait while another process builds the cache.
+        force: Build it also if it is finished, and replace it at the end.
+
+    Raises:
+        CacheMismatchError: Something else is at the path.
+        CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
+        CacheError: The file could not be written.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read.
+    """
+    check_options(num_workers, on_error, max_errors)
+    with only_builder(path, wait=wait):
+        is_there = is_ours(path) and not force
+        partial = path if is_there else path + PARTIAL
+        if not is_there and is_ours(partial) and os.path.getsize(partial) <= NEW_BYTES:
+            _remove(partial)
+        source = _Files(dataset, open_files(partial))
+        store = source.store
+        try:
+            if not store.meta["finished"]:
+                options = num_workers, on_error, max_errors, progress
+                left_out = _fill(source, path, *options)
+                if source.learns():  # from the first images, what is best stored of all
+                    left_out = _fill(source, path, *options)
+                store.finish()
+                _warn(path, len(left_out), len(dataset))
+            if not is_there:
+                _publish(path, force=force)
+                store.path = path
+        except BaseException as error:
+            store.close()
+            add_note(error, f"What is decoded stays in {partial}: run the same build again to continue")
+            raise

@@ -1,26 +1,98 @@
-"""DecodedFiles: what readers store of files, as records in any store: the array, and the text of the note."""
+"""DecodedFiles: what readers store of files, as records in any store: the array, and the text of the note.
+
+Rules for stores that outlive this system:
+
+1. A file is known by the SHA-256 of its content, and by nothing of this machine: no device, no inode. Bytes
+   in memory are known so anyway.
+2. So that a file is not read each time to be known, its hash is stored once, as a record, for its path, size,
+   mtime and ctime together: under b"c" and the digest of these. The path is relative to the folder of the
+   store if the file is below it. A file of which one of these is another one, such as a copy, is read and
+   hashed, and its pixels are found again.
+3. A hash is stored only if the file was the same, and unchanged for a while, before and after reading it (see
+   `readers.identity`).
+4. A damaged record is decoded again, and replaced.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import marshal
+import os
+import platform
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.cache.plain_text import parse_plain_text, plain_text
 from fastload.cache.records import decode, is_intact, record_parts
-from fastload.errors import CacheCorruptError, UnsupportedSampleError
+from fastload.cache.store import FILE_KEY_BYTES
+from fastload.errors import CacheError, CacheMismatchError, UnsupportedSampleError
 from fastload.nested.spec import flatten
 from fastload.readers.decode_cache import Stored
-from fastload.readers.identity import is_plain
+from fastload.readers.identity import (
+    AS_FILE,
+    MAX_FILE_BYTES,
+    Identity,
+    Unknown,
+    digest,
+    hash_of,
+    identify_descriptor,
+    is_plain,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.store import Store
 
+KIND = "files"
+_CONTENT = b"c"
+_MACHINE = platform.machine()  # floats differ between processors of different kinds
+_MAX_HASHED = 1 << 17  # contents that a process keeps in mind
 _SHORT_BYTES = 256  # the notes of most files are short, and equal
+
+
+def open_files(path: str) -> LmdbStore:
+    """The store of decoded files on disk, which is made if there is none; its folder must exist.
+
+    Raises:
+        CacheMismatchError: Something else is at the path.
+        CacheCorruptError: It is damaged.
+        CacheError: It cannot be made or read.
+    """
+    store = open_store(path, {"kind": KIND})
+    if store.meta.get("kind", KIND) != KIND:
+        raise CacheMismatchError(
+            f"{path} is a cache of samples, read it with fastload.CachedDataset(dataset, "
+            f"cache={'lmdb:' + path!r}), or use a different path for decoded files"
+        )
+    return store
+
+
+def is_of_files(path: str) -> bool:
+    """Whether there are decoded files on disk at a path, of this format."""
+    with contextlib.suppress(CacheError, FileNotFoundError):
+        return bool(open_store(path).meta.get("kind") == KIND)
+    return False
+
+
+def details_of(store: LmdbStore) -> dict[str, Any]:
+    """What is stored on disk, ready for JSON.
+
+    `num_contents` is the number of files that are known, `num_pixels` that of results of decoding, which the
+    same file can have several of.
+    """
+    keys = store.all_keys()
+    num_pixels = sum(len(key) == FILE_KEY_BYTES for key in keys)
+    return {
+        "path": store.path,
+        **{name: store.meta[name] for name in ("kind", "version", "created_s", "finished")},
+        "num_pixels": num_pixels,
+        "num_contents": len(keys) - num_pixels,
+        "nbytes": store.nbytes,
+    }
 
 
 class DecodedFiles:
@@ -28,24 +100,42 @@ class DecodedFiles:
 
     Args:
         store: Where the records are.
+
+    Attributes:
+        store: As given.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
         self.full_reason = store.full_reason
         self.has_room = store.has_room
+        # As the kernel names files.
+        self._root = os.path.join(os.path.dirname(os.path.realpath(getattr(store, "path", ""))), "")
+        self._hashed: dict[bytes, bytes] = {}  # contents of files that could not be stored
 
     def get(self, key: bytes) -> Stored | None:
         """What is stored under a key, if anything; what is damaged is not."""
-        record = self._store.get(key)
-        if record is None or (self._store.lasts and not is_intact(record, key)):
+        value = self._value(key)
+        if value is None:
             return None
-        try:
-            array, text = decode(record)
+        with contextlib.suppress(ValueError, TypeError):  # something else wrote it
+            array, text = value
             is_short = len(text) <= _SHORT_BYTES
-            return Stored(array, marshal.loads(_note(text)) if is_short else parse_plain_text(text))
-        except (CacheCorruptError, ValueError, TypeError):
+            note = marshal.loads(_note(text)) if is_short else parse_plain_text(text)
+            if isinstance(array, np.ndarray):
+                return Stored(array, note)
+        return None
+
+    def _value(self, key: bytes) -> Any:
+        record = self.store.get(key)
+        if record is None:
             return None
+        if not self.store.lasts or is_intact(record, key):
+            with contextlib.suppress(CacheError):
+                return decode(record)
+        if isinstance(self.store, LmdbStore):
+            self.store.discard(key)
+        return None
 
     def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
         """Store an array and a note of plain values; False if they are not kept, or would not come back."""
@@ -53,13 +143,57 @@ class DecodedFiles:
             return False
         packed = marshal.dumps(note, 2)
         text = _text(packed) if len(packed) <= _SHORT_BYTES else plain_text(note)
-        if text is None:
-            return False
+        return text is not None and self._put(key, (array, text))
+
+    def _put(self, key: bytes, value: Any) -> bool:
         try:
-            parts, _ = record_parts(*flatten((array, text)), key if self._store.lasts else None)
+            parts, _ = record_parts(*flatten(value), key if self.store.lasts else None)
         except UnsupportedSampleError:
             return False
-        return self._store.put(key, parts)
+        return self.store.put(key, parts)
+
+    def known_as(self, identity: Identity, source: Any) -> Identity | Unknown:
+        """The identity by which a file is known in the store: by content if the store outlives this system.
+
+        Args:
+            identity: Of `source` now.
+            source: A path, or a file object that reads a file; not used if the identity is one of content.
+        """
+        if not self.store.lasts:
+            return identity
+        if identity.is_of_content:
+            return Identity((*identity.parts, _MACHINE))
+        try:
+            if hasattr(source, "fileno"):
+                return self._known_as(identity, source.fileno())
+            fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                same = identify_descriptor(fd) == identity
+                return self._known_as(identity, fd) if same else Unknown.TOO_NEW
+            finally:
+                os.close(fd)
+        except (OSError, ValueError, TypeError):  # it was deleted or closed just now
+            return Unknown.UNREADABLE
+
+    def _known_as(self, identity: Identity, fd: int) -> Identity | Unknown:
+        size = identity.parts[2]
+        if int(size) > MAX_FILE_BYTES:
+            return Unknown.TOO_LARGE
+        path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
+        key = _CONTENT + (
+            digest("file", path, *identity.parts[2:5]) or b""
+        )  # of plain values, so there is one
+        memo = digest(*identity.parts) or b""
+        content = self._hashed.get(memo) or self._value(key)
+        if not isinstance(content, bytes):
+            content = hash_of(fd)
+            if identify_descriptor(fd) != identity:
+                return Unknown.TOO_NEW
+            if not self._put(key, content):
+                if len(self._hashed) >= _MAX_HASHED:
+                    self._hashed.clear()
+                self._hashed[memo] = content
+        return Identity((content, size, AS_FILE, _MACHINE))
 
 
 @lru_cache(maxsize=4096)

@@ -15,8 +15,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fastload.augmentation import ends
-from fastload.cache.decoded_files import DecodedFiles
-from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.decoded_files import DecodedFiles, details_of, open_files
+from fastload.cache.lmdb_store import LmdbStore
 from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.store import SharedStore, Use, open_store
 from fastload.readers import patches
@@ -41,10 +41,9 @@ class FileCache:
         store: As given.
     """
 
-    def __init__(self, store: SharedStore | DiskFileStore, resizes: Resizes | None = None) -> None:
+    def __init__(self, store: SharedStore | LmdbStore, resizes: Resizes | None = None) -> None:
         self.store = store
-        files = DecodedFiles(store) if isinstance(store, SharedStore) else store
-        self._decode_cache = DecodeCache(files, resizes=resizes or Resizes.shared())
+        self._decode_cache = DecodeCache(DecodedFiles(store), resizes=resizes or Resizes.shared())
         self._use = Use()
         patches.retain(self)
 
@@ -53,12 +52,25 @@ class FileCache:
 
     def poll(self) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
-        self.store.poll(*[self._use] * isinstance(self.store, SharedStore))
+        if isinstance(self.store, SharedStore):
+            self.store.poll(self._use)
 
-    def end_epoch(self) -> None:
-        """Decide now what is stored of images that are resized first, and need only what was used."""
+    def end_epoch(self) -> bool:
+        """Decide now what is stored of images that are resized first, and need only what was used.
+
+        Returns:
+            Whether images were resized first, of which the first ones were not stored.
+        """
         self._use.end_epoch()
-        self._decode_cache.resizes.conclude()
+        self.flush()
+        return self._decode_cache.resizes.conclude()
+
+    def flush(self) -> bool:
+        """Let others find what this process stored; False if another process commits to the disk now."""
+        if not isinstance(self.store, LmdbStore):
+            return True
+        self.store.flush(0.0)
+        return not self.store.has_pending
 
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
@@ -67,7 +79,7 @@ class FileCache:
             num_refused: The results of decoding that had no room in an epoch.
         """
         store = self.store
-        if isinstance(store, DiskFileStore) or not store.is_short:
+        if isinstance(store, LmdbStore) or not store.is_short:
             return None
         num_files, nbytes = store.num_files, store.nbytes
         what = f"{num_refused:,} decoded files had no room beside {num_files:,} in {readable_size(nbytes)}"
@@ -100,16 +112,16 @@ class FileCache:
     def explain(self) -> str:
         """What happens, and what is remembered, in one line."""
         store, nbytes = self.store, self.store.nbytes
-        if isinstance(store, DiskFileStore):
-            limit = f"at {store.path}"
-        elif nbytes > store.max_bytes:
-            own = readable_size(store.max_bytes)
-            limit = f"stored by jobs with a larger limit than the {own} of this one"
+        if isinstance(store, LmdbStore):
+            num_files, limit = details_of(store)["num_pixels"], f"at {store.path}"
         else:
-            limit = f"at most {readable_size(store.max_bytes)}; {store.reason}"
+            num_files, limit = store.num_files, f"at most {readable_size(store.max_bytes)}; {store.reason}"
+            if nbytes > store.max_bytes:
+                own = readable_size(store.max_bytes)
+                limit = f"stored by jobs with a larger limit than the {own} of this one"
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
-            f"remembered: now {store.num_files:,} results of decoding files "
+            f"remembered: now {num_files:,} results of decoding files "
             f"({readable_size(nbytes)}, {limit})"
         )
 
@@ -119,14 +131,14 @@ class FileCache:
         self._use = Use()
 
 
-_stores: dict[str | float, SharedStore | DiskFileStore] = {}  # by limit, or by place on disk
+_stores: dict[str | float, SharedStore | LmdbStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 
 
 def _poll_all() -> None:
     """Poll where torch's loaders start workers, and read nothing in this process."""
     for store in list(_stores.values()):
-        if store.is_owner:
+        if isinstance(store, SharedStore) and store.is_owner:
             store.poll()
 
 
@@ -136,7 +148,7 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     )
 
 
-def store_of_process(place: str | float) -> SharedStore | DiskFileStore:
+def store_of_process(place: str | float) -> SharedStore | LmdbStore:
     """The store with a limit, or on disk, as `check_cache` names it.
 
     This process holds it to its end: a cell that runs again finds its files.
@@ -144,7 +156,7 @@ def store_of_process(place: str | float) -> SharedStore | DiskFileStore:
     with _stores_lock:
         if place not in _stores:
             if isinstance(place, str) and place.startswith(DISK):
-                _stores[place] = DiskFileStore(place[len(DISK) :])
+                _stores[place] = open_files(place[len(DISK) :])
             else:
                 _stores[place] = open_store(place)
         return _stores[place]

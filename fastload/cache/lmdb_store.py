@@ -23,32 +23,47 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import mmap
 import os
-import stat
 import struct
 import threading
 import time
-import uuid
 import weakref
-from pathlib import Path
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import lmdb.verify
 import numpy as np
-import xxhash
 
-from fastload.cache.records import ALIGNMENT_BYTES, is_intact
+from fastload.cache.lmdb_file import (
+    BOOT,
+    CURE,
+    LOCK,
+    META_KEY,
+    OTHER_SPACE,
+    WAIT_S,
+    all_keys,
+    boot_id,
+    checked_records,
+    descriptor_of,
+    examined,
+    files_of,
+    meta_value,
+    parse_meta,
+    problems_of,
+    quiet,
+    salt_of,
+    why_unopened,
+)
+from fastload.cache.records import ALIGNMENT_BYTES
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import round_up
 from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import file_system_of, is_local
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
-from fastload.system.limits import read_text, resource
-from fastload.system.locks import fcntl, flock_fd, flocked
+from fastload.system.limits import resource
+from fastload.system.locks import fcntl, flocked
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unreadable, why_unwritable
 
@@ -57,25 +72,20 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-FORMAT_VERSION = 5
-META_KEY = b"meta"
 FREE_SHARE, FREE_MAX_BYTES = 0.05, 20 << 30  # of the disk, that stay free
 
 _BATCH_BYTES, _BATCH_RECORDS = 16 << 20, 64  # pending, from which on a process tries to commit
 _PENDING_BYTES, _PENDING_SHARE = 128 << 20, 1 / 16  # at most, of one process; of the free memory, of all
 _IDLE_S = 0.5  # after so long, an access tries to commit fewer
-_CLOSE_S, _FLUSH_S = 1.0, 600.0  # that close() and flush() wait for a turn
+_CLOSE_S = 1.0  # that close() waits for a turn
+_SYNC_AFTER_S = 60.0  # since the last commit: the system has written all by then, so nobody waits
+_POLL_S = 0.001
 _RETRY_S = 60.0  # after the disk was full
 _MAX_READERS = 2048
 _MAP_BYTES = 1 << 40
-_CHUNK_KEYS = 1024
-_LOCK, _BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
-_CURE = "remove it, and build the cache again"
-_OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
 
 class _RefusedError(Exception):
@@ -104,9 +114,9 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         if os.path.isdir(path):
             raise CacheMismatchError(
                 f"{path} is a directory, but a cache on disk is one file: use a different path, or, if an "
-                f"earlier version made it, {_CURE}"
+                f"earlier version made it, {CURE}"
             )
-        fd = _descriptor(path, os.O_CREAT if create is not None else 0)
+        fd = descriptor_of(path, os.O_CREAT if create is not None else 0)
     except OSError as error:
         if create is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise FileNotFoundError(f"there is no cache at {path}") from None
@@ -121,7 +131,7 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
             store = None
         if store is None:
             try:
-                store = _stores[key] = LmdbStore(path, fd, *_examined(path, fd, create))
+                store = _stores[key] = LmdbStore(path, fd, *examined(path, fd, create))
             except BaseException:
                 os.close(fd)
                 raise
@@ -130,171 +140,16 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
     return store
 
 
-def _descriptor(path: str, flags: int) -> int:
-    """Read and write, if that is allowed, for making the file and for locks of all kinds."""
-    always = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    try:
-        return os.open(path, os.O_RDWR | flags | always, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        return os.open(path, os.O_RDONLY | always)
-
-
 def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
     """A pickled store in another process."""
     try:
         store = open_store(path)
-        if store.meta["uuid"] == meta["uuid"]:
+        if store.meta.get("uuid") == meta.get("uuid"):
             return store
         problem = f"{path} was replaced by another file"
     except (CacheError, FileNotFoundError) as error:
         problem = str(error)
     return LmdbStore(path, -1, meta, problem)
-
-
-# --- what a file is, before it is used --------------------------------------------------------------------
-
-
-def _examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
-    """`meta`, and why the file is not used, if that is so; no other process commits meanwhile."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
-    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
-    try:
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is committed
-            flock_fd(again, wait_s=_FLUSH_S)
-        if os.path.exists(path + _BOOT) and Path(path + _BOOT).read_bytes() != _boot_id():
-            _discard_damaged(path, fd, is_replaced=create is not None)
-        if (
-            create is not None and os.fstat(fd).st_size <= 2 * mmap.PAGESIZE
-        ):  # its maker might have been killed
-            _make(path, fd, create)
-        return _read_meta(path, fd), None
-    except lmdb.Error as error:
-        if "already open" in str(error):
-            return {}, f"{path} is open in this process through py-lmdb: close it there"
-        reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
-        raise CacheMismatchError(
-            f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {_CURE}"
-        ) from error
-    except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
-    finally:
-        os.close(again)
-
-
-def _boot_id() -> bytes:
-    return read_text(_BOOT_ID).strip().encode()
-
-
-def _quiet(fd: int, **options: Any) -> Any:
-    """An environment of a file that nobody else writes to meanwhile; LMDB uses no lock file."""
-    return lmdb.open(f"/proc/self/fd/{fd}", subdir=False, lock=False, readahead=False, **options)
-
-
-def _problems(fd: int) -> list[str]:
-    """What is wrong with the tree in a file that nobody writes to now, found without LMDB's engine."""
-    try:
-        return list(lmdb.verify.verify(f"/proc/self/fd/{fd}"))  # type: ignore[no-untyped-call]
-    except lmdb.verify.VerifyError as error:
-        return [str(error)]
-
-
-def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
-    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "finished": False, **fields}
-    with _quiet(fd) as env, env.begin(write=True) as txn:
-        if not txn.stat()["entries"]:
-            txn.put(META_KEY, meta_value(meta))
-    sync_directory(os.path.dirname(path))
-
-
-def _read_meta(path: str, fd: int) -> dict[str, Any]:
-    with _quiet(fd, readonly=True) as env:
-        nbytes, needed = os.fstat(fd).st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if nbytes < needed and (problems := _problems(fd)):
-            raise CacheCorruptError(
-                f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {_CURE}"
-            )
-        with env.begin() as txn:
-            value = txn.get(META_KEY)
-    try:
-        meta = _parsed(value)
-        version, _, _, _ = meta["version"], meta["uuid"], salt_of(meta), meta["finished"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise CacheMismatchError(
-            f"{path} is an LMDB file, but no cache that this version made: use a different path, or {_CURE}"
-        ) from None
-    if version == FORMAT_VERSION and value != meta_value(meta):
-        raise CacheCorruptError(f"{path}: its description is damaged: {_CURE}")
-    if version != FORMAT_VERSION:
-        raise CacheMismatchError(
-            f"{path} is a cache of format {version}, but this version reads {FORMAT_VERSION}: use a "
-            f"different path, or {_CURE}"
-        )
-    return meta
-
-
-def meta_value(meta: dict[str, Any]) -> bytes:
-    """What is stored: a line of JSON, and the XXH3-64 of it in hexadecimal digits."""
-    text = json.dumps(meta).encode("ascii")
-    return text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode("ascii")
-
-
-def _parsed(value: bytes | None) -> dict[str, Any]:
-    return dict(json.loads((value or b"{}").partition(b"\n")[0]))
-
-
-def salt_of(meta: dict[str, Any]) -> bytes:
-    """What the checksums of the records cover before their keys.
-
-    A key by sample is an index alone: in another file, another sample has it.
-    """
-    return bytes.fromhex(meta["uuid"]) if meta.get("kind") == "samples" else b""
-
-
-def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
-    """Discard what a power failure damaged: the records whose checks fail, or everything if the tree is."""
-    log.warning("cache: %s was not synced before the system went down: checking it", path)
-    problems = _problems(fd)
-    if problems and not is_replaced:
-        raise CacheCorruptError(f"{path} was damaged when the system went down ({problems[0]}): {_CURE}")
-    if problems:
-        os.ftruncate(fd, 0)
-        log.warning("cache: %s was damaged (%s), and is built anew", path, problems[0])
-    else:
-        with _quiet(fd) as env:
-            damaged = [key for key, _, is_right in _checked(env) if not is_right]
-            with env.begin(write=True) as txn:
-                for key in damaged:
-                    txn.delete(key)
-        log.warning("cache: %s: %d damaged records were discarded", path, len(damaged))
-    os.fsync(fd)
-    os.unlink(path + _BOOT)
-
-
-def _checked(env: Any) -> Iterator[tuple[bytes, int, bool]]:
-    """All keys, the sizes of their records, and whether these are intact."""
-    with env.begin() as txn:
-        salt = salt_of(_parsed(txn.get(META_KEY)))
-    at: bytes | None = b""
-    while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
-        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
-            found = cursor.set_range(at) if at else cursor.first()
-            at = None
-            checked: list[tuple[bytes, int, bool]] = []
-            while found:
-                key = bytes(cursor.key())
-                if len(checked) == _CHUNK_KEYS:
-                    at = key
-                    break
-                value = cursor.value()
-                if key != META_KEY:
-                    checked.append((key, len(value), is_intact(value, salt + key)))
-                found = cursor.next()
-        yield from checked
 
 
 # --- a store ----------------------------------------------------------------------------------------------
@@ -392,19 +247,18 @@ class LmdbStore:
             starts = np.cumsum(
                 [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
             ).tolist()
-            whole = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
-            memory = whole[-whole.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
-            copies: list[memoryview | None] = []
+            block = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
+            memory = block[-block.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
             for start, value in zip(starts, values, strict=False):
-                if value is None:
-                    copies.append(None)
-                    continue
-                copy = memory[start : start + len(value)]
-                copy[:] = np.frombuffer(value, np.uint8)
-                copy.flags.writeable = False
-                copies.append(copy.data)
-            whole.flags.writeable = False  # or views of the copies could be made writable
-            return copies
+                if value is not None:
+                    memory[start : start + len(value)] = np.frombuffer(value, np.uint8)
+            block.flags.writeable = memory.flags.writeable = (
+                False  # the owner, too: else its views can be made so
+            )
+            return [
+                None if value is None else memory[start : start + len(value)].data
+                for start, value in zip(starts, values, strict=False)
+            ]
 
     def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
         """Call a function with the records under some keys, which are valid until it returns."""
@@ -429,6 +283,11 @@ class LmdbStore:
         with self._lock:
             return np.array(self._tried(held) or [False] * len(keys), np.bool_)
 
+    def all_keys(self) -> list[bytes]:
+        """All keys that are stored."""
+        with self._lock:
+            return self._tried(all_keys) or []
+
     def checked(self) -> Iterator[tuple[bytes, int, bool]]:
         """All keys, the bytes of their records, and whether these are intact.
 
@@ -436,11 +295,11 @@ class LmdbStore:
             CacheCorruptError: The tree of the file is damaged.
         """
         is_finished = self.meta["finished"]
-        with self._lock, contextlib.nullcontext() if is_finished else flocked(self._turn, wait_s=_FLUSH_S):
-            problems = _problems(self._fd)
+        with self._lock, contextlib.nullcontext() if is_finished else flocked(self._turn, wait_s=WAIT_S):
+            problems = problems_of(self._fd)
         if problems:
-            raise CacheCorruptError(f"{self.path}: {problems[0]}: it is damaged; {_CURE}")
-        yield from _checked(self._opened())
+            raise CacheCorruptError(f"{self.path} is damaged ({problems[0]}): {CURE}")
+        yield from checked_records(self._opened())
 
     def _tried(self, work: Callable[[Any], Any]) -> Any:
         """What work on the environment gives; None if it cannot be done. The lock is held."""
@@ -476,6 +335,7 @@ class LmdbStore:
                 self._commit()
             if not self.has_room(len(record)):
                 return False
+            _commit_at_end()
             self._pending[key] = record
             self._pending_bytes += len(record)
             most_bytes = min(_BATCH_BYTES, self._max_pending_bytes // 2)
@@ -491,14 +351,20 @@ class LmdbStore:
                 _DAMAGE, f"{self.path} has damaged records, which are replaced: the disk may be failing"
             )
 
-    def flush(self, wait_s: float = _FLUSH_S) -> None:
-        """Commit what is pending; waits for this process's turn, but not for ever."""
+    @property
+    def has_pending(self) -> bool:
+        """Whether there is something to be committed."""
+        return bool(self._pending)
+
+    def flush(self, wait_s: float = WAIT_S) -> None:
+        """Commit what is pending, unless other processes do for longer than this waits."""
         until_s = time.monotonic() + wait_s
         while self._pending:
             with self._lock:
-                if self._commit() or not self.has_room(0) or time.monotonic() >= until_s:
-                    return
-            time.sleep(0.001)  # without the lock
+                self._commit()
+            if self._pending and time.monotonic() >= until_s:
+                return
+            time.sleep(_POLL_S)  # without the lock
 
     def _commit(self) -> bool:
         """Commit what is pending, if it is this process's turn now. The lock is held."""
@@ -520,6 +386,7 @@ class LmdbStore:
             )
         else:
             self.problem = None
+            self._limit_pending()
         self._pending.clear()
         self._pending_bytes = 0
         return self.problem is None
@@ -543,18 +410,18 @@ class LmdbStore:
         free_bytes, all_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         if free_bytes - self._pending_bytes < min(all_bytes * FREE_SHARE, FREE_MAX_BYTES):
             raise OSError(errno.ENOSPC, "a twentieth of the disk, or 20 GiB, stays free for other things")
-        if not os.path.exists(self.path + _BOOT):
-            write_new(self.path + _BOOT, _boot_id())
+        if not os.path.exists(self.path + BOOT):
+            write_new(self.path + BOOT, boot_id())
             sync_directory(os.path.dirname(self.path))
         for is_last in (False, True):
             try:
-                if _file_at(self.path + _LOCK) != self._lock_file:
+                if _file_at(self.path + LOCK) != self._lock_file:
                     self._close_env()
                 env = self._opened()
                 with env.begin(write=True) as txn:
                     if txn.id() != env.info()["last_txnid"] + 1:
                         raise lmdb.Error("its lock file was changed by another program")
-                    if _parsed(txn.get(META_KEY))["finished"]:
+                    if parse_meta(txn.get(META_KEY))["finished"]:
                         raise _RefusedError("it was finished by another process")
                     change(txn)
                 end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -574,14 +441,14 @@ class LmdbStore:
         self._damaged.clear()
 
     def sync(self) -> None:
-        """Sync all commits to the disk, and say so there."""
-        if self._fd < 0 or not os.path.exists(self.path + _BOOT):
-            return
-        os.fdatasync(self._fd)  # the most of it, while others commit
-        with self._lock, flocked(self._turn, wait_s=_CLOSE_S) as has_turn:
-            if has_turn:
-                os.fdatasync(self._fd)
-                os.unlink(self.path + _BOOT)
+        """Sync all commits to the disk, and remove the marker, unless a process commits now."""
+        with contextlib.suppress(OSError, _RefusedError):
+            os.stat(self.path + BOOT)
+            os.fdatasync(self._fd)  # the most of it, while others read and commit
+            with self._lock, flocked(self._turn) as has_turn:
+                if has_turn:
+                    os.fdatasync(self._fd)
+                    os.unlink(self.path + BOOT)
 
     def finish(self, fields: dict[str, Any] | None = None) -> None:
         """Commit and sync all, and let nobody write to the file any more.
@@ -595,15 +462,14 @@ class LmdbStore:
         meta = {**self.meta, **(fields or {}), "finished": True}
         self.flush()
         try:
-            with self._lock, flocked(self._turn, wait_s=_FLUSH_S) as has_turn:
+            with self._lock, flocked(self._turn, wait_s=WAIT_S) as has_turn:
                 if self.problem or not has_turn:
                     raise _RefusedError(self.problem or "another process is committing")
                 self._written(lambda txn: txn.put(META_KEY, meta_value(meta)))
                 os.fdatasync(self._fd)
                 self._close_env()
-                for suffix in (_BOOT, _LOCK):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(self.path + suffix)
+                for file in files_of(self.path)[1:]:
+                    os.unlink(file)
                 self.meta, self._stamp = meta, _stamp(self._fd)
         except (_RefusedError, OSError, lmdb.Error) as error:
             raise CacheError(f"cannot finish the cache {self.path}: {error}") from error
@@ -613,6 +479,8 @@ class LmdbStore:
         self.flush(_CLOSE_S)
         with self._lock:
             self._close_env()
+        if self._fd >= 0 and time.time() - os.fstat(self._fd).st_mtime > _SYNC_AFTER_S:
+            self.sync()
 
     # --- the environment of this process ------------------------------------------------------------------
 
@@ -626,16 +494,9 @@ class LmdbStore:
             if not self.meta["finished"]:
                 self._open_live()
             if self.meta["finished"]:
-                self._env = _quiet(self._fd, readonly=True, max_spare_txns=1)
+                self._env = quiet(self._fd, readonly=True, max_spare_txns=1)
         except (lmdb.Error, OSError) as error:
-            reason = f"LMDB cannot open it: {error}"
-            if "already open" in str(error):
-                reason = "it is open in this process through py-lmdb, so close it there"
-            elif isinstance(error, lmdb.LockError):
-                reason = _OTHER_SPACE
-            elif isinstance(error, lmdb.MemoryError):
-                reason = "the address space of this process is too small for it: raise `ulimit -v`"
-            raise _RefusedError(reason) from error
+            raise _RefusedError(why_unopened(error) or f"LMDB cannot open it: {error}") from error
         return self._env
 
     def _open_live(self) -> None:
@@ -666,9 +527,9 @@ class LmdbStore:
                 if map_bytes <= file_bytes:
                     raise
                 map_bytes = max(map_bytes // 2, file_bytes)
-        self._lock_file = _file_at(self.path + _LOCK)
+        self._lock_file = _file_at(self.path + LOCK)
         with self._env.begin() as txn:
-            meta = _parsed(txn.get(META_KEY))
+            meta = parse_meta(txn.get(META_KEY))
         if meta.get("uuid") != self.meta["uuid"]:
             self._close_env()
             raise _RefusedError("another file is in its place")
@@ -676,19 +537,25 @@ class LmdbStore:
             self._close_env()
             self._stamp = _stamp(self._fd)
         self.meta = meta
-        others = self._env.info()["num_readers"] if self._env else 1
-        self._max_pending_bytes = min(_PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // (others + 1))
+        self._limit_pending()
+
+    def _limit_pending(self) -> None:
+        """Let what is pending in all processes that have the file open take a share of the free memory."""
+        num_processes = 1 + (self._env.info()["num_readers"] if self._env else 0)
+        self._max_pending_bytes = min(
+            _PENDING_BYTES, int(available_bytes() * _PENDING_SHARE) // num_processes
+        )
 
     def _claim_space(self) -> None:
         """Let LMDB's locks be those of one PID namespace: they know processes by their ids."""
         if self._space != (space := _pid_namespace()):
-            raise _RefusedError(_OTHER_SPACE)
+            raise _RefusedError(OTHER_SPACE)
         lock = fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, _SPACES_AT + space, 1, 0)
         fcntl.fcntl(self._fd, *lock)
         for start, end in ((0, space), (space + 1, _NUM_SPACES)):
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _SPACES_AT + start, end - start, 0)
             if struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK:
-                raise _RefusedError(_OTHER_SPACE)
+                raise _RefusedError(OTHER_SPACE)
 
     def _close_env(self) -> None:
         if self._env is not None:
@@ -732,6 +599,22 @@ def _pid_namespace() -> int:
 def _close(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
+
+
+# --- the end of a process ---------------------------------------------------------------------------------
+
+_ending: list[int] = []  # the process that will commit at its end
+
+
+def _commit_at_end() -> None:
+    if _ending != [os.getpid()]:
+        _ending[:] = [os.getpid()]
+        Finalize(None, _commit_all, exitpriority=1)  # also in workers, which run no functions of atexit
+
+
+def _commit_all() -> None:
+    for store in list(_stores.values()):
+        store.close()
 
 
 # --- forks ------------------------------------------------------------------------------------------------

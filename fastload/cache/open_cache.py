@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastload.cache.build import build_lmdb, opened_lmdb
-from fastload.cache.disk.disk_store import is_file_store
+from fastload.cache.decoded_files import is_of_files
 from fastload.cache.fingerprint import (
     Fingerprint,
     check_key,
@@ -230,7 +230,7 @@ def _open_lmdb(samples: _Samples, location: str) -> LMDBCache:
     path = cache_path(location, "cache")
     if not os.path.lexists(path):
         return _build_lmdb(samples, path)
-    if is_file_store(path):
+    if is_of_files(path):
         raise CacheMismatchError(
             f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
             f"cache={f'lmdb:{path}'!r}), or use a different path for the samples of CachedDataset"

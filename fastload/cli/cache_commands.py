@@ -95,27 +95,26 @@ def build(
     if on_error == "raise" and max_errors != _MAX_ERRORS:
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
     max_errors = max_errors if 0 < max_errors < 1 else int(max_errors)
-    if by == "file":
-        given = {"--size": size}
-        for option, value in {**given, "--strict": strict or None, "--no-wait": not wait or None}.items():
-            if value is not None:
-                raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
-        return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
     options: dict[str, Any] = {
+        "num_workers": num_workers,
         "on_error": on_error,
         "max_errors": max_errors,
         "progress": not is_quiet(),
         "wait": wait,
         "force": force,
     }
+    if by == "file":
+        for option, value in {"--size": size, "--strict": strict or None}.items():
+            if value is not None:
+                raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
+        return _build_files(source, dest, **options)
     was_built = force or not os.path.exists(dest)
     started_s = time.monotonic()
     from fastload.cache.build import build_lmdb
     from fastload.cache.inventory import list_caches
 
     with _opened(source, size) as (dataset, fingerprint):
-        options |= {"num_workers": num_workers, "fingerprint": fingerprint}
-        cache = build_lmdb(dataset, dest, **options)
+        cache = build_lmdb(dataset, dest, fingerprint=fingerprint, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     cache.close()
@@ -131,19 +130,14 @@ def build(
     return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
-def _build_files(
-    source: str, dest: str, num_workers: int | None, on_error: Any, max_errors: Any, *, force: bool
-) -> Answer:
-    """Decode the files that SOURCE reads, into a directory at DEST: an epoch of a loader."""
-    from fastload.cache.disk.upkeep import details_of
-    from fastload.cache.fill import choose_workers
+def _build_files(source: str, dest: str, **options: Any) -> Answer:
+    """Decode the files that SOURCE reads, into a file at DEST."""
+    from fastload.cache.build import build_files
+    from fastload.cache.inventory import list_caches
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
-    from fastload.loader import DataLoader
     from fastload.readers.request import CACHE_VARIABLE, requested_cache
 
-    if force:
-        raise CommandError("--force is for caches of samples: remove DEST, or omit it")
     if is_folder(source) and is_url(source):
         raise CommandError("with --by file, SOURCE is on this machine: pass a path")
     if requested_cache("ram") is None:
@@ -151,30 +145,13 @@ def _build_files(
     started_s = time.monotonic()
     with users_code(source):
         dataset = OpenedImages(source) if is_folder(source) else open_source(source)
-        # A text takes the place of a sample that is left out.
-        options: Any = {"on_error": str, "max_errors": max_errors} if on_error == "skip" else {}
-        options |= {"num_workers": choose_workers(num_workers, len(dataset)), "cache": f"lmdb:{dest}"}
-        with DataLoader(dataset, 16, collate_fn=_decode_images, **options) as loader:
-            for _ in loader:
-                pass
-    details, elapsed_s = details_of(dest), time.monotonic() - started_s
-    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
+        build_files(dataset, dest, **options)
+    (details,), elapsed_s = map(_details, list_caches(dest)), time.monotonic() - started_s
     lines = [
-        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {files}",
+        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_content(details)}",
         f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
     ]
     return Answer({**details, "num_samples": len(dataset), "elapsed_s": round(elapsed_s, 3)}, lines)
-
-
-def _decode_images(samples: list[Any]) -> None:
-    """Decode the images in samples, which Pillow leaves to whoever uses them."""
-    from PIL import Image
-
-    from fastload.nested.tree import leaves
-
-    for leaf in leaves(samples):
-        if isinstance(leaf, Image.Image):
-            leaf.load()
 
 
 @contextlib.contextmanager
@@ -410,6 +387,7 @@ def hold(
 
 def _details(cache: CacheOnDisk) -> dict[str, Any]:
     """The `--json` output about a cache on disk."""
+    from fastload.cache.decoded_files import details_of
     from fastload.cache.finished import KIND, described
     from fastload.cache.inventory import REPORT
 
@@ -418,7 +396,7 @@ def _details(cache: CacheOnDisk) -> dict[str, Any]:
         return found
     num_records, kind = cache.store.num_records, cache.store.meta["kind"]
     if kind != KIND:
-        return {**found, "kind": kind, "num_records": num_records}
+        return {**found, **details_of(cache.store), "nbytes": cache.nbytes}
     description = asdict(described(cache.store))
     num_skipped = len(description.pop("left_out"))
     report = cache.path + REPORT
@@ -439,7 +417,7 @@ def _content(details: dict[str, Any]) -> str:
     held = (
         f"{details['num_cached']:,} of {details['num_samples']:,} samples"
         if "num_cached" in details
-        else (f"{details['num_records']:,} decoded files")
+        else (f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files")
     )
     return f"{held}, {readable_size(details['nbytes'])}"
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.source import inside_subsets
-from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
 from fastload.readers.decode_cache import FULL
@@ -91,6 +90,8 @@ def file_cache_of(loader: Any) -> FileCache | None:
     state = state_of(loader)
     with state.lock:
         if state.file_cache is None:
+            from fastload.cache.file_cache import open_file_cache  # here: it brings LMDB
+
             state.file_cache = open_file_cache(cache)
             log.info("cache: %s", state.file_cache.explain())
         return state.file_cache

@@ -70,7 +70,7 @@ class DecodeStore(Protocol):
     """Keeps arrays under keys of 16 bytes; processes and threads share it.
 
     A store that outlives this machine has a method ``known_as(identity, source)``, too, and its own
-    `full_reason`; see `DiskFileStore`.
+    `full_reason`; see `DecodedFiles`.
     """
 
     def get(self, key: bytes) -> Stored | None:

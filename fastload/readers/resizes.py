@@ -67,8 +67,13 @@ class Resizes:
         row[:] = min(size), max(size), num_equal, num_others, state
         return None if state == _UNKNOWN else bool(state == _RESULTS)
 
-    def conclude(self) -> None:
-        """Decide by what was seen: an epoch has ended, and a small dataset would wait for several others."""
+    def conclude(self) -> bool:
+        """Decide by what was seen: an epoch has ended, and a small dataset would wait for several others.
+
+        Returns:
+            Whether images were resized first at all.
+        """
         num_equal, num_others, state = self._counts[:, 2:].T
         is_open = (state == _UNKNOWN) & (num_equal + num_others > 0)
         state[is_open] = np.where(num_equal > num_others, _RESULTS, _ORIGINALS)[is_open]
+        return bool((state != _UNKNOWN).any())

@@ -104,6 +104,11 @@ class BatchMaker:
             self._error = RemoteError.current(self.where, AT_START)
         self._take_counters()  # those of the start belong to no batch
 
+    def is_busy_when_idle(self) -> bool:
+        """Do now what nobody waits for; returns whether some of it is left, as others are at it."""
+        cache = None if self._spec is None else self._spec.file_cache
+        return cache is not None and not cache.flush()
+
     def waited(self, since_ns: int) -> None:
         """Record that the worker has waited for a request since ``since_ns`` (of `perf_counter_ns`)."""
         self._idle_ns += time.perf_counter_ns() - since_ns

@@ -168,6 +168,12 @@ class Channel:
         """Whether the outbox is empty."""
         return not self._outbox
 
+    def has_message(self, wait_s: float = 0.0) -> bool:
+        """Whether `receive` would not wait, now or after a while."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(wait_s * 1000))
+
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; earlier messages can still be waiting here."""
         poller = select.poll()

@@ -31,6 +31,8 @@ from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.channel import Channel
 from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, FetchRequest, ReplyKind
 
+_IDLE_WAIT_S = 0.001  # until what is to be done when idle is tried again
+
 if TYPE_CHECKING:
     import socket
 
@@ -107,6 +109,8 @@ class _Worker:
 
     def _next_message(self) -> tuple[int, BeginEpoch | FetchRequest] | None:
         """The next message and its number; an error of it ends this process, with a traceback on stderr."""
+        while not self._channel.has_message() and self._maker.is_busy_when_idle():
+            self._channel.has_message(_IDLE_WAIT_S)
         since_ns = time.perf_counter_ns()
         received = self._channel.receive()
         self._maker.waited(since_ns)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.kit.decoding import DictStore
@@ -139,7 +139,8 @@ def answers(state: Any, path: str) -> list[Any]:
     found = []
     for read in READERS:
         own = [answer(read, path)]
-        for store in (DictStore(), DiskFileStore(f"{path}.files"), DiskFileStore(f"{path}.files")):
+        on_disk = DecodedFiles(open_files(f"{path}.files"))
+        for store in (DictStore(), on_disk, on_disk):
             patches.meet()
             with DecodeCache(store, verify_share=1).active():
                 own += [answer(read, path) for _ in range(3)]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fastload.cache.decoded_files import DecodedFiles, open_files
+from fastload.cache.plain_text import parse_plain_text, plain_text
 from fastload.cache.ram.store import SharedStore
-from tests.kit.numbered_files import array_of, files_in, key_of
+from fastload.cache.records import encode
+from fastload.errors import CacheMismatchError
+from tests.kit.numbered_files import array_of, files_in, key_of, put, right
 
 MB = 1 << 20
 pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
@@ -70,3 +78,113 @@ def test_what_would_not_come_back_as_it_is_is_not_stored(odd: Any) -> None:
     assert files_in(store).put(key_of(1), array, note) is False
     assert store.get(key_of(1)) is None
     assert store.num_files == 0
+
+
+# --- plain values ------------------------------------------------------------------------------------------
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary())
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(st.one_of(st.text(), st.integers()), inner),
+    ),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back_as_they_are(value: Any) -> None:
+    """Floats bit for bit, NaN too, and each list, tuple and dict as what it was."""
+    text = plain_text(value)
+    assert text is not None
+    assert repr(parse_plain_text(text)) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float64(1), {1: {2, 3}}, object(), "\ud83d\ude00", [b""] * 3 + [bytearray()], 10**5000],
+    ids=["numpy", "set", "object", "two halves", "bytearray", "long"],
+)
+def test_other_values_have_no_text(value: Any) -> None:
+    """What would come back as something else is refused, without an error."""
+    assert plain_text(value) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{}", b'["x"]', b'["d",1]', b'["b"]', b'["b",1]', b"[]", b"[" * 100_000),
+        *(b'["d",["l"],1]', b"\xff"),
+    ],
+)
+def test_texts_that_mean_nothing_are_value_errors(text: bytes) -> None:
+    """A damaged note is told from all values."""
+    with pytest.raises(ValueError, match=r"JSON|plain values|unpack|hex|zip|Expecting|codec|index"):
+        parse_plain_text(text)
+
+
+# --- on disk ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Where the files are."""
+    return str(tmp_path / "files.lmdb")
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_comes_back_from_disk_bit_for_bit(name: str, path: str) -> None:
+    """As from memory; nobody can make it writable."""
+    files, array = DecodedFiles(open_files(path)), ARRAYS[name]
+    assert files.put(key_of(1), array, NOTES[1])
+    files.store.close()
+    stored: Any = files.get(key_of(1))
+    assert (stored.array.dtype, stored.array.shape) == (array.dtype, array.shape)
+    assert stored.array.tobytes() == array.tobytes()
+    assert stored.note == NOTES[1]
+    if array.size and array.ndim:  # else it is a copy
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            stored.array.flags.writeable = True
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, (1,), (1, 2, 3), (np.zeros(3), 5), (np.zeros(3), b"{"), (5, b"null"), "text", None],
+    ids=str,
+)
+def test_records_of_something_else_are_not_found(path: str, value: Any) -> None:
+    """Nothing is raised into a training."""
+    files = DecodedFiles(open_files(path))
+    files.store.put(key_of(1), [encode(value, key_of(1))])
+    assert files.get(key_of(1)) is None
+
+
+def test_a_damaged_file_is_decoded_again_and_replaced(path: str) -> None:
+    """The others are found; a file that is opened again has them all."""
+    files = DecodedFiles(open_files(path))
+    assert put(files, range(6)) == [*range(6)]
+    files.store.close()
+    content = Path(path).read_bytes()
+    Path(path).write_bytes(content.replace(array_of(2)[50:90].tobytes(), bytes(40)))
+    assert right(files, range(6)) == [0, 1, 3, 4, 5]
+    assert put(files, range(6)) == [*range(6)]
+    assert right(files, range(6)) == [*range(6)]
+    files.store.close()
+    assert all(is_intact for _, _, is_intact in files.store.checked())
+    pid = os.fork()
+    if not pid:
+        os._exit(right(files, range(6)) != [*range(6)])
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_cache_of_samples_is_an_error_that_names_the_door(path: str) -> None:
+    """And an earlier version's directory is one that says what to do."""
+    store = open_files(path)
+    store.meta["kind"] = "samples"
+    with pytest.raises(CacheMismatchError, match=r"cache of samples, read it with fastload\.CachedDataset"):
+        open_files(path)
+    os.mkdir(path + "2")
+    with pytest.raises(CacheMismatchError, match="is a directory"):
+        open_files(path + "2")

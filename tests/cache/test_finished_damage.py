@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import fastload
 from fastload.cache.build import build_lmdb
 from fastload.cache.finished import LMDBCache
-from fastload.cache.lmdb_store import meta_value
+from fastload.cache.lmdb_file import meta_value
 from fastload.cache.store import index_key
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages

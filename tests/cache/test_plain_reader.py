@@ -17,7 +17,9 @@ import xxhash
 
 from fastload.cache import records
 from fastload.cache.build import build_lmdb
-from fastload.cache.lmdb_store import FORMAT_VERSION
+from fastload.cache.decoded_files import DecodedFiles, open_files
+from fastload.cache.lmdb_file import FORMAT_VERSION
+from fastload.cache.plain_text import parse_plain_text
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
@@ -25,6 +27,7 @@ from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Everything, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
+from tests.kit.numbered_files import key_of
 
 if TYPE_CHECKING:
     from fastload.nested.leaf import Leaf
@@ -133,3 +136,33 @@ def test_the_tools_of_lmdb_read_it(tmp_path: Path) -> None:
     for tool, said in (("mdb_stat", "Entries: 4"), ("mdb_dump", "0000000000000002")):
         done = subprocess.run([tool, "-n", str(tmp_path / "a")], capture_output=True, text=True, check=True)
         assert said in done.stdout
+
+
+# --- decoded files ----------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+ARRAYS = [
+    RNG.integers(0, 256, (375, 500, 3), np.uint8),  # many blocks of its checksum, and a rest
+    RNG.integers(0, 256, 4096, np.uint8),
+    np.asfortranarray(RNG.random((5, 7, 2))),
+    RNG.random((3, 4)).astype(">f4"),
+    np.array(7, np.int64),
+    np.zeros((0, 3), np.complex128),
+    np.array(["ab", "c"]),
+    np.array(["2026-01-02"], "M8[D]"),
+]
+NOTES = [None, {"a": [1, (2.5, b"\0", "ä")], 3: {}}, [[], ()], float("inf"), -(10**30), True, "text", ("t",)]
+
+
+def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Arrays of many dtypes, and notes of all plain values."""
+    files = DecodedFiles(open_files(str(tmp_path / "files")))
+    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
+        assert files.put(key_of(number), array, note)
+    files.store.close()
+    meta, found = plain_reader.read_cache(tmp_path / "files")
+    assert (meta["kind"], meta["finished"]) == ("files", False)
+    assert found.keys() == {key_of(number) for number in range(len(ARRAYS))}
+    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
+        copy, text = found[key_of(number)]
+        assert_same_samples((array, note), (copy, parse_plain_text(text)))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.decoded_files import DecodedFiles
-from fastload.cache.ram.store import SharedStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +27,7 @@ def array_of(number: int, nbytes: int = 8 * KB) -> Any:
 
 def files_in(store: Any) -> Any:
     """The decoded files in a store."""
-    return DecodedFiles(store) if isinstance(store, SharedStore) else store
+    return store if isinstance(store, DecodedFiles) else DecodedFiles(store)
 
 
 def put(store: Any, numbers: Iterable[int]) -> list[int]:

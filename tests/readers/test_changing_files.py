@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.decoded_files import open_files
 from fastload.cache.file_cache import FileCache
 from fastload.cache.ram import store as ram_store
 from fastload.cache.ram import table as ram_table
@@ -131,7 +131,7 @@ def test_every_value_is_that_of_a_fresh_decode(
         write(path, number, 0)
 
     def open_cache() -> FileCache:
-        return FileCache(DiskFileStore(str(tmp_path / "store")) if seed >= 6 else SharedStore(limit))
+        return FileCache(open_files(str(tmp_path / "store")) if seed >= 6 else SharedStore(limit))
 
     cache = open_cache()
     out, pipe = os.pipe()

@@ -16,9 +16,10 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
-from fastload.cache.disk import disk_store, segments, upkeep
-from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache import decoded_files, lmdb_store
+from fastload.cache.decoded_files import DecodedFiles, details_of, open_files
 from fastload.cache.file_cache import forget_stores
+from fastload.cache.lmdb_store import open_store
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.readers import identity, patches, pillow
 from fastload.readers.decode_cache import DecodeCache
@@ -53,9 +54,9 @@ def cache(tmp_path: Path) -> Iterator[str]:
     forget_stores()
 
 
-def store_at(cache: str) -> DiskFileStore:
+def store_at(cache: str) -> DecodedFiles:
     """The store, as another process opens it."""
-    return DiskFileStore(cache.removeprefix("lmdb:"))
+    return DecodedFiles(open_files(cache.removeprefix("lmdb:")))
 
 
 def misses(dataset: Any, cache: str) -> int:
@@ -129,7 +130,7 @@ def test_a_job_that_is_killed_leaves_its_files_to_the_next(
             out, err = each.communicate(timeout=120)
             assert (each.returncode, out) == (0, expected), err
     assert misses(Photos(folder), cache) == 0
-    assert upkeep.verify(store_at(cache).path).num_damaged == 0
+    assert all(is_intact for _, _, is_intact in store_at(cache).store.checked())
 
 
 def test_training_goes_on_when_the_disk_is_full(
@@ -138,39 +139,38 @@ def test_training_goes_on_when_the_disk_is_full(
     """In the middle of an epoch; one line says so, and the counts say why."""
     say_once.cache_clear()
     expected = epochs(tud.DataLoader(Photos(folder), 4))
-    real, left = os.pwritev, [15]
+    real, left = os.fstatvfs, [2]
 
-    def limited(*args: Any) -> int:
+    def limited(fd: int) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(28, "No space left on device")
-        return real(*args)
+        return real(fd)
 
-    monkeypatch.setattr(os, "pwritev", limited)
+    monkeypatch.setattr(os, "fstatvfs", limited)
+    monkeypatch.setattr(lmdb_store, "_BATCH_RECORDS", 4)
     with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
         assert epochs(loader) == expected
         stats = loader.stats()
     reasons = stats.miss_reasons
     assert reasons is not None
     assert 0 < reasons["new"] < SIZE
-    assert reasons[DiskFileStore.full_reason] > 0
-    assert sum("no more files are stored" in record.getMessage() for record in caplog.records) == 1
+    assert reasons[lmdb_store.LmdbStore.full_reason] > 0
+    assert sum("nothing more is stored" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_cache_is_read_where_it_cannot_be_written(
-    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By any number of jobs at once."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(30, "Read-only file system")
-
+def test_a_finished_cache_is_read_anywhere(folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network disk, say; what is missing in it is decoded, and not stored."""
     assert misses(Photos(folder), cache) == SIZE
-    monkeypatch.setattr(segments, "_opened", refuse)
-    before = sorted(os.listdir(store_at(cache).path))
+    store_at(cache).store.finish()
+    forget_stores()
+    path = Path(cache.removeprefix("lmdb:"))
+    monkeypatch.setattr(lmdb_store, "file_system_of", lambda _: "nfs4")
+    path.chmod(0o444)
+    before = path.read_bytes()
     assert [misses(Photos(folder), cache) for _ in range(3)] == [0, 0, 0]
-    assert misses(Bgr(folder), cache) == SIZE
-    assert sorted(os.listdir(store_at(cache).path)) == before
+    assert [misses(Bgr(folder), cache) for _ in range(2)] == [SIZE, SIZE]
+    assert path.read_bytes() == before
 
 
 def test_other_versions_of_a_decoder_decode_again(
@@ -228,13 +228,13 @@ def test_a_script_needs_no_edit(folder: Path, cache: str) -> None:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The files that are read to be known, in this process."""
-    read, real = [], disk_store.hash_of
+    read, real = [], decoded_files.hash_of
 
     def hash_of(fd: int) -> bytes:
         read.append(fd)
         return real(fd)
 
-    monkeypatch.setattr(disk_store, "hash_of", hash_of)
+    monkeypatch.setattr(decoded_files, "hash_of", hash_of)
     return read
 
 
@@ -341,20 +341,20 @@ def test_what_changes_while_it_is_hashed_is_not_known(
         path.write_bytes(b"other")
         return bytes(32)
 
-    monkeypatch.setattr(disk_store, "hash_of", hash_of)
+    monkeypatch.setattr(decoded_files, "hash_of", hash_of)
     known = identify_path(path)
     assert isinstance(known, Identity)
     assert store.known_as(known, path) == Unknown.TOO_NEW
     assert store.known_as(known, path) == Unknown.TOO_NEW  # it is another one since
     assert store.known_as(known, folder / "none") == Unknown.UNREADABLE
-    assert upkeep.details_of(store.path)["num_contents"] == 0
+    assert details_of(store.store)["num_contents"] == 0
 
 
 def test_a_large_file_is_not_read_to_be_known(
     folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The counts say so."""
-    monkeypatch.setattr(disk_store, "MAX_FILE_BYTES", 100)
+    monkeypatch.setattr(decoded_files, "MAX_FILE_BYTES", 100)
     with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
         list(loader)
         assert loader.stats().miss_reasons == {Unknown.TOO_LARGE.value: SIZE}
@@ -363,17 +363,13 @@ def test_a_large_file_is_not_read_to_be_known(
 def test_no_device_and_no_inode_is_on_disk(folder: Path, cache: str) -> None:
     """What is stored does not depend on them: a copy of the files gives the same keys of pixels."""
     assert misses(Photos(folder), cache) == SIZE
-    (segment,) = store_at(cache).segments
-    rows = [segment.row(number) for number in range(1, segment.num_rows)]
-    keys = {row.key for row in rows if row is not None and row.kind == disk_store.PIXELS}
+    keys = {key for key in store_at(cache).store.all_keys() if len(key) == 16}
     copied = folder / "copied"
     copied.mkdir()
     for path in sorted(folder.glob("*.jpg"), reverse=True):
         shutil.copy(path, copied)
     assert misses(Photos(copied), f"{cache}2") == SIZE
-    (segment,) = store_at(f"{cache}2").segments
-    rows = [segment.row(number) for number in range(1, segment.num_rows)]
-    assert {row.key for row in rows if row is not None and row.kind == disk_store.PIXELS} == keys
+    assert {key for key in store_at(f"{cache}2").store.all_keys() if len(key) == 16} == keys
 
 
 def test_the_parent_of_the_directory_must_exist(folder: Path, tmp_path: Path) -> None:
@@ -398,7 +394,7 @@ def test_samples_and_decoded_files_do_not_mix(folder: Path, cache: str, tmp_path
         fastload.CachedDataset(Photos(folder), cache=cache)
     assert misses(Photos(folder), cache) == 0
     samples = f"lmdb:{tmp_path}/samples"
-    fastload.CachedDataset(range(3), cache=samples).cache.close()
+    open_store(samples.removeprefix("lmdb:"), {"kind": "samples"}).close()
     with pytest.raises(CacheMismatchError, match=r"cache of samples, read it with fastload\.CachedDataset"):
         next(iter(fastload.DataLoader(Photos(folder), cache=samples)))
 
@@ -428,17 +424,23 @@ def test_images_that_are_kept_do_not_change(folder: Path, cache: str) -> None:
 
 def opened_by_a_job(path: str) -> Any:
     """A job's store."""
-    return DiskFileStore(path), None
+    return DecodedFiles(open_files(path)), None
+
+
+def flush(files: DecodedFiles) -> None:
+    """Run in a job."""
+    files.store.flush()
 
 
 def test_a_reader_sees_what_a_job_stores_later(folder: Path, cache: str) -> None:
     """Without opening the cache again."""
-    reader, writer = store_at(cache), Job(opened_by_a_job, store_at(cache).path)
+    reader, writer = store_at(cache), Job(opened_by_a_job, cache.removeprefix("lmdb:"))
     writer.answer()
     try:
         for number in range(3):
             assert reader.get(bytes([number]) * 16) is None
-            assert writer.ask(DiskFileStore.put, bytes([number]) * 16, np.arange(9), number)
+            assert writer.ask(DecodedFiles.put, bytes([number]) * 16, np.arange(9), number)
+            writer.ask(flush)
             stored = reader.get(bytes([number]) * 16)
             assert stored is not None
             assert stored.note == number

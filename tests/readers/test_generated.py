@@ -16,8 +16,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.disk.disk_store import DiskFileStore
-from fastload.cache.disk.upkeep import verify
+from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.kit.decoding import DictStore
@@ -101,7 +100,7 @@ def compare(
     checksums: dict[int, int] = {}
     for epoch in range(3):
         if is_on_disk:
-            store = DiskFileStore(f"{folder}.cache")
+            store = DecodedFiles(open_files(f"{folder}.cache"))
             cache = opened()
         for index in range(NUM_FILES):
             if rng.random() < 0.05:
@@ -115,7 +114,8 @@ def compare(
             if sample != expected:
                 raise AssertionError(f"seed {seed}, sample {index}, epoch {epoch}: {recipe}")
         if is_on_disk:
-            assert verify(store.path).num_damaged == 0
+            store.store.close()
+            assert all(is_intact for _, _, is_intact in store.store.checked())
             continue
         checksums[len(store.values)] = checksums.get(len(store.values), store.checksum())
         if checksums[len(store.values)] != store.checksum():

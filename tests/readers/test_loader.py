@@ -171,8 +171,13 @@ def check_epochs(kind: str, options: dict[str, Any], folder: Path, cache: str) -
     if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
         number = len(dataset) if kind != "stream" else SIZE
         stats = loader.stats()
-        assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
-        assert stats.miss_reasons == {"new": number}
+        if options.get("persistent_workers") and cache != "ram":
+            # On disk, a worker can ask for a file before another one has committed its last batch.
+            assert stats.cache_misses is not None
+            assert number <= stats.cache_misses < 2 * number
+        else:
+            assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
+        assert stats.miss_reasons == {"new": stats.cache_misses}
         assert "hits" in str(stats)
 
 

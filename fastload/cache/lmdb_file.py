@@ -1,0 +1,225 @@
+"""What a file of records is, before a process uses it: made, recovered after a power failure, checked.
+
+LMDB trusts what it reads. So a file is looked at first, while no other process commits: whether the power
+failed since its commits were synced, and whether it was cut off. The key b"meta" has a JSON object:
+`version`, `uuid`, `created_s`, `finished`, and what its maker adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import stat
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import lmdb.verify
+import xxhash
+
+from fastload.cache.records import is_intact
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.system.disk import sync_directory
+from fastload.system.limits import read_text
+from fastload.system.locks import flock_fd
+from fastload.system.logs import log
+from fastload.system.os_errors import why_unwritable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT_VERSION = 5
+META_KEY = b"meta"
+BESIDE = LOCK, BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
+WAIT_S = 600.0  # for other processes, by whoever may wait
+CURE = "remove it, and build the cache again"
+OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
+
+_CHUNK_KEYS = 1024
+_ROOM_BYTES = 64 << 20  # of a map, beyond the file, for discarding records
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def files_of(path: str) -> list[str]:
+    """The file of a store, and those beside it."""
+    return [path, *(path + suffix for suffix in BESIDE if os.path.exists(path + suffix))]
+
+
+def descriptor_of(path: str, flags: int) -> int:
+    """Read and write, if that is allowed, for making the file and for locks of all kinds."""
+    always = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    try:
+        return os.open(path, os.O_RDWR | flags | always, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return os.open(path, os.O_RDONLY | always)
+
+
+def examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
+    """`meta`, and why the file is not used, if that is so; no other process commits meanwhile."""
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
+    try:
+        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is committed
+            flock_fd(again, wait_s=WAIT_S)
+        if os.path.exists(path + BOOT) and Path(path + BOOT).read_bytes() != boot_id():
+            _discard_damaged(path, fd, is_replaced=create is not None)
+        if (
+            create is not None and os.fstat(fd).st_size <= 2 * mmap.PAGESIZE
+        ):  # its maker might have been killed
+            _make(path, fd, create)
+        return _read_meta(path, fd), None
+    except lmdb.Error as error:
+        if (reason := why_unopened(error)) is not None:
+            return {}, reason
+        reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
+        raise CacheMismatchError(
+            f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {CURE}"
+        ) from error
+    except OSError as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
+    finally:
+        os.close(again)
+
+
+def why_unopened(error: Exception) -> str | None:
+    """Why a file that may be right is not opened here."""
+    if "already open" in str(error):
+        return "it is open in this process through py-lmdb, so close it there"
+    if isinstance(error, lmdb.LockError):
+        return OTHER_SPACE
+    if isinstance(error, lmdb.MemoryError):
+        return "the address space of this process is too small for it: raise `ulimit -v`"
+    return None
+
+
+def boot_id() -> bytes:
+    """What tells this run of the system from others."""
+    return read_text(_BOOT_ID).strip().encode()
+
+
+def quiet(fd: int, **options: Any) -> Any:
+    """An environment of a file that nobody else writes to meanwhile; LMDB uses no lock file."""
+    return lmdb.open(f"/proc/self/fd/{fd}", subdir=False, lock=False, readahead=False, **options)
+
+
+def problems_of(fd: int) -> list[str]:
+    """What is wrong with the tree in a file that nobody writes to now, found without LMDB's engine."""
+    try:
+        return list(lmdb.verify.verify(f"/proc/self/fd/{fd}"))  # type: ignore[no-untyped-call]
+    except lmdb.verify.VerifyError as error:
+        return [str(error)]
+
+
+def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
+    meta = {"version": FORMAT_VERSION, "uuid": uuid.uuid4().hex, "created_s": time.time(), "finished": False}
+    with quiet(fd, lib_version=0) as env, env.begin(write=True) as txn:  # which all tools read
+        if not txn.stat()["entries"]:
+            txn.put(META_KEY, meta_value({**meta, **fields}))
+    sync_directory(os.path.dirname(path))
+
+
+def _read_meta(path: str, fd: int) -> dict[str, Any]:
+    with quiet(fd, readonly=True) as env:
+        nbytes, needed = os.fstat(fd).st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        if nbytes < needed and (problems := problems_of(fd)):
+            raise CacheCorruptError(
+                f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {CURE}"
+            )
+        with env.begin() as txn:
+            value = txn.get(META_KEY)
+    try:
+        meta = parse_meta(value)
+        version, _, _, _ = meta["version"], meta["uuid"], salt_of(meta), meta["finished"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise CacheMismatchError(
+            f"{path} is an LMDB file, but no cache that this version made: use a different path, or {CURE}"
+        ) from None
+    if version == FORMAT_VERSION and value != meta_value(meta):
+        raise CacheCorruptError(f"{path}: its description is damaged: {CURE}")
+    if version != FORMAT_VERSION:
+        raise CacheMismatchError(
+            f"{path} is a cache of format {version}, but this version reads {FORMAT_VERSION}: use a "
+            f"different path, or {CURE}"
+        )
+    return meta
+
+
+def meta_value(meta: dict[str, Any]) -> bytes:
+    """What is stored: a line of JSON, and the XXH3-64 of it in hexadecimal digits."""
+    text = json.dumps(meta).encode("ascii")
+    return text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode("ascii")
+
+
+def parse_meta(value: bytes | None) -> dict[str, Any]:
+    """What a file says of itself, if it is undamaged.
+
+    Raises:
+        ValueError, TypeError, RecursionError: It is none of ours.
+    """
+    return dict(json.loads((value or b"null").partition(b"\n")[0]))
+
+
+def salt_of(meta: dict[str, Any]) -> bytes:
+    """What the checksums of the records cover before their keys.
+
+    A key by sample is an index alone: in another file, another sample has it.
+    """
+    return bytes.fromhex(meta["uuid"]) if meta.get("kind") == "samples" else b""
+
+
+def _discard_damaged(path: str, fd: int, *, is_replaced: bool) -> None:
+    """Discard what a power failure damaged: the records whose checks fail, or everything if the tree is."""
+    log.warning("cache: %s was not synced before the system went down: checking it", path)
+    problems = problems_of(fd)
+    if problems and not is_replaced:
+        raise CacheCorruptError(f"{path} was damaged when the system went down ({problems[0]}): {CURE}")
+    if problems:
+        os.ftruncate(fd, 0)
+        log.warning("cache: %s was damaged (%s), and is built anew", path, problems[0])
+    else:
+        with quiet(fd, map_size=os.fstat(fd).st_size + _ROOM_BYTES) as env:
+            damaged = [key for key, _, is_right in checked_records(env) if not is_right]
+            with env.begin(write=True) as txn:
+                for key in damaged:
+                    txn.delete(key)
+        log.warning("cache: %s: %d damaged records were discarded", path, len(damaged))
+    os.fsync(fd)
+    os.unlink(path + BOOT)
+
+
+def checked_records(env: Any) -> Iterator[tuple[bytes, int, bool]]:
+    """All keys, the sizes of their records, and whether these are intact."""
+    with env.begin() as txn:
+        salt = salt_of(parse_meta(txn.get(META_KEY)))
+    at: bytes | None = b""
+    while at is not None:  # no transaction lasts long: writers could reuse no page meanwhile
+        with env.begin(buffers=True) as txn, txn.cursor() as cursor:
+            found = cursor.set_range(at) if at else cursor.first()
+            at = None
+            checked: list[tuple[bytes, int, bool]] = []
+            while found:
+                key = bytes(cursor.key())
+                if len(checked) == _CHUNK_KEYS:
+                    at = key
+                    break
+                value = cursor.value()
+                if key != META_KEY:
+                    checked.append((key, len(value), is_intact(value, salt + key)))
+                found = cursor.next()
+        yield from checked
+
+
+def all_keys(env: Any) -> list[bytes]:
+    """The keys of all records."""
+    with env.begin() as txn, txn.cursor() as cursor:
+        return [key for key in cursor.iternext(values=False) if key != META_KEY]
