@@ -111,7 +111,7 @@ class DecodedFiles:
         self.has_room = store.has_room
         # As the kernel names files.
         self._root = os.path.join(os.path.dirname(os.path.realpath(getattr(store, "path", ""))), "")
-        self._hashed: dict[bytes, bytes] = {}  # contents of files that could not be stored
+        self._hashed: dict[bytes, bytes] = {}  # contents, by identities of files on this system
 
     def get(self, key: bytes) -> Stored | None:
         """What is stored under a key, if anything; what is damaged is not."""
@@ -179,20 +179,20 @@ class DecodedFiles:
         size = identity.parts[2]
         if int(size) > MAX_FILE_BYTES:
             return Unknown.TOO_LARGE
-        path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
-        key = _CONTENT + (
-            digest("file", path, *identity.parts[2:5]) or b""
-        )  # of plain values, so there is one
-        memo = digest(*identity.parts) or b""
-        content = self._hashed.get(memo) or self._value(key)
-        if not isinstance(content, bytes):
-            content = hash_of(fd)
-            if identify_descriptor(fd) != identity:
-                return Unknown.TOO_NEW
-            if not self._put(key, content):
-                if len(self._hashed) >= _MAX_HASHED:
-                    self._hashed.clear()
-                self._hashed[memo] = content
+        memo = digest(*identity.parts) or b""  # of plain values, so there is one
+        content = self._hashed.get(memo)
+        if content is None:
+            path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
+            key = _CONTENT + (digest("file", path, *identity.parts[2:5]) or b"")
+            content = self._value(key)
+            if not isinstance(content, bytes):
+                content = hash_of(fd)
+                if identify_descriptor(fd) != identity:
+                    return Unknown.TOO_NEW
+                self._put(key, content)
+            if len(self._hashed) >= _MAX_HASHED:
+                self._hashed.clear()
+            self._hashed[memo] = content
         return Identity((content, size, AS_FILE, _MACHINE))
 
 

@@ -22,8 +22,8 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.file_cache import store_of_process
-from fastload.cache.ram.store import SharedStore
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
@@ -354,13 +354,13 @@ def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: 
     """With FASTLOAD_VERIFY=1, a value that is not what the decoder returns now stops the epoch."""
     loader = fastload.DataLoader(Archive(folder), cache="ram")
     list(loader)
-    real = SharedStore.get
+    real = DecodedFiles.get
 
     def wrong(self: Any, key: bytes) -> Any:
         stored = real(self, key)
         return stored and stored._replace(array=stored.array + 1)
 
-    monkeypatch.setattr(SharedStore, "get", wrong)
+    monkeypatch.setattr(DecodedFiles, "get", wrong)
     with pytest.raises(DecodeMismatchError, match=r"volume\.npz"):
         list(loader)
     loader.close()
