@@ -298,9 +298,10 @@ def _work(
     dataset: Filled, skips: bool, number: int, num_workers: int, pipe: Any, parent_pid: int, mask: set[Any]
 ) -> None:
     """Run a worker: answer each chunk, and None with None once all is stored for others to find."""
+    # Ctrl-C reaches all processes, and the parent ends this one. First: it can be waiting to be delivered.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
         enter_child(parent_pid, mask)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
     freeze_inherited()
     keep_freed_memory(num_workers)
     torch.set_num_threads(1)  # one thread per worker: thread pools that compete for cores are much slower

@@ -33,6 +33,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.finished import LMDBCache
 from fastload.cache.inventory import lock_name, only_builder
+from fastload.cache.lmdb_store import open_store
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
 from fastload.images.folder import ImageFolder
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
@@ -667,3 +668,28 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).verify() == []
     assert os.listdir(tmp_path) == ["cache"]
+
+
+def interrupt_at_once() -> None:
+    """Ctrl-C in a terminal: all processes of its group get the signal."""
+    os.killpg(os.getpgid(0), signal.SIGINT)
+
+
+def _interrupted(path: Path) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        build_lmdb(Calling(400, 200, interrupt_at_once), path, num_workers=2)
+    except KeyboardInterrupt as error:
+        os._exit(int("run the same build again to continue" not in error.__notes__[0]))
+
+
+def test_ctrl_c_keeps_what_is_stored(tmp_path: Path, capfd: Any) -> None:
+    """Its error says how to continue, no worker prints a traceback, and the next reads only the rest."""
+    path, log = tmp_path / "cache", tmp_path / "log"
+    assert exit_codes(lambda: _interrupted(path)) == [0]
+    assert "Traceback" not in capfd.readouterr().err
+    stored = open_store(f"{path}.partial").num_records
+    dataset = Images(400, log=log)
+    assert build_lmdb(dataset, path, num_workers=2, probed={0: dataset.sample(0)}).verify() == []
+    assert sum(dataset.reads) == 400 - stored
