@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.source import inside_subsets
+from fastload.cache.ram.registry import put_back
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
 from fastload.readers.decode_cache import FULL
@@ -136,6 +137,8 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         has_ended: Whether an epoch has ended.
     """
     cache = state.file_cache
+    if has_ended:
+        put_back()
     if cache is None:
         return
     size = 0
