@@ -85,7 +85,7 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatc
     ("limit", "allowed", "is_shared", "is_whole", "said"),
     [
         (resource.RLIMIT_FSIZE, 8 * MB, True, True, []),
-        (resource.RLIMIT_FSIZE, TABLE_AT + 100_000, True, False, ["RLIMIT_FSIZE is 1,148,576", "segment of"]),
+        (resource.RLIMIT_FSIZE, TABLE_AT + 200_000, True, False, ["RLIMIT_FSIZE is 1,248,576", "segment of"]),
         (resource.RLIMIT_FSIZE, 4096, False, False, ["RLIMIT_FSIZE is 4,096", "lmdb:PATH"]),
         (resource.RLIMIT_NOFILE, 3, False, False, ["RLIMIT_NOFILE is 3", "lmdb:PATH"]),
         (resource.RLIMIT_AS, 200 * MB, True, True, []),
@@ -95,7 +95,7 @@ def test_limits_make_a_cache_smaller_or_leave_none(
     kind: Any, limit: int, allowed: int, is_shared: bool, is_whole: bool, said: list[str], caplog: Any
 ) -> None:
     """It holds as much as the limit grants; one warning names sizes and limit, and no sample is wrong."""
-    dataset = kind(200) if kind is RaggedImages else kind(200, shape=(64, 64, 3))
+    dataset = kind(300) if kind is RaggedImages else kind(300, shape=(64, 64, 3))
     mapped, max_memory = (mapped_bytes(), "auto") if limit == resource.RLIMIT_AS else (0, "1GB")
     with limited(limit, allowed + mapped), caplog.at_level(logging.WARNING, "fastload"):
         ds = CachedDataset(dataset, max_memory=max_memory, cache_key="photos")
@@ -103,8 +103,8 @@ def test_limits_make_a_cache_smaller_or_leave_none(
 
     info = ds.cache_info()
     assert isinstance(ds.cache, SharedMemoryCache if is_shared else NoCache)
-    assert (3 < info.num_cached <= 200) == is_shared
-    assert (info.num_cached == 200) == is_whole
+    assert (3 < info.num_cached <= 300) == is_shared
+    assert (info.num_cached == 300) == is_whole
     if is_shared:
         assert os.fstat(ds.cache._fd).st_size <= allowed
         assert is_whole or info.max_bytes < allowed
