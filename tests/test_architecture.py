@@ -88,7 +88,7 @@ CACHE_FOLDERS: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("folder", [*CACHE_BASE, *CACHE_FOLDERS])
+@pytest.mark.parametrize("folder", [*sorted(CACHE_BASE), *CACHE_FOLDERS])
 def test_a_folder_inside_the_cache_builds_on_lower_ones_only(folder: str) -> None:
     """For types too; the files beside the folders build on all of them, and none of these on the files."""
     files = [name for name in FILES if _part_of_layer(name) == folder]

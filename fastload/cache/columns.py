@@ -55,30 +55,26 @@ class Column(NamedTuple):
 
 
 def plan_columns(
-    spec: Spec, examples: Sequence[list[Any]], rows_at: int, max_bytes: int, num_samples: int
-) -> tuple[tuple[Column, ...], int, int]:
+    spec: Spec, examples: Sequence[list[Any]], rows_at: int, rows: int
+) -> tuple[tuple[Column, ...], int]:
     """Lay out the columns of samples of one spec.
 
     Args:
         spec: The structure of all samples.
         examples: The values of some samples; they determine the width of text columns.
         rows_at: Offset of the first column.
-        max_bytes: Limit for all columns together; it determines the number of rows.
-        num_samples: Maximum number of useful rows.
+        rows: Number of samples.
 
     Returns:
-        The columns, the number of rows, and the offset after the last column.
+        The columns, and the offset after the last one.
     """
-    shapes = [_row(leaf, [values[i] for values in examples]) for i, leaf in enumerate(spec.leaves)]
-    row_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes)
-    padding = COLUMN_ALIGNMENT_BYTES * len(shapes)
-    rows = min(num_samples, max(0, max_bytes - padding) // max(1, row_bytes))
     columns = []
     end = rows_at
-    for leaf, (dtype, shape) in zip(spec.leaves, shapes, strict=True):
+    for number, leaf in enumerate(spec.leaves):
+        dtype, shape = _row(leaf, [values[number] for values in examples])
         columns.append(Column(leaf, dtype, shape, round_up(end, COLUMN_ALIGNMENT_BYTES)))
         end = columns[-1].offset + rows * columns[-1].row_bytes
-    return tuple(columns), rows, end
+    return tuple(columns), end
 
 
 def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastload.cache import lmdb_file
 from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 PARTIAL = ".partial"  # the end of the name of an unfinished cache
 REPORT = ".errors.jsonl"  # of a cache's report
-BESIDE = ("", "-lock", "-boot")  # LMDB's file, and what lies beside it while it is filled
+BESIDE = ("", *lmdb_file.BESIDE)  # LMDB's file, and what lies beside it while it is filled
 NEW_BYTES = 2 * mmap.PAGESIZE  # of a file of LMDB that is empty, or whose first write was cut short
 _LMDB_MAGIC = struct.pack("=I", 0xBEEFC0DE)
 _MAGIC_AT = 16  # behind the header of the first page

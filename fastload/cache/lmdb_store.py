@@ -577,11 +577,9 @@ class LmdbStore:
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    with contextlib.suppress(OSError):
+        return (status := os.stat(path)).st_dev, status.st_ino
+    return None
 
 
 def _stamp(fd: int) -> tuple[int, int, int] | None:

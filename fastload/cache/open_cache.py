@@ -376,6 +376,7 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
         sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
         needed = f"about {readable_size(sample_bytes * num_samples)}"
         fit = getattr(cache, "capacity", None)
+        is_sure = fit is not None
         if fit is None:
             fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
         figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
@@ -387,7 +388,7 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
                 "loader a dataset that calls the transform itself, without CachedDataset",
                 readable_size(samples.bytes_in_memory),
             )
-        if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
+        if is_own and fit < num_samples and is_sure:  # else the cache says it itself
             shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
             if isinstance(cache, SharedMemoryCache):
                 cache.expect_short()

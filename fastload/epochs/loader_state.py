@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.source import inside_subsets
+from fastload.cache.ram.registry import put_back
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
 from fastload.readers.decode_cache import FULL
@@ -84,8 +85,7 @@ def state_of(loader: Any) -> LoaderState:
 
 def file_cache_of(loader: Any) -> FileCache | None:
     """What the `cache=` of this loader, or FASTLOAD_CACHE, has opened in this process."""
-    cache = requested_cache(loader.cache)
-    if cache is None:
+    if (cache := requested_cache(loader.cache)) is None:
         return None
     state = state_of(loader)
     with state.lock:
@@ -110,8 +110,7 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
             return f"cache: {CACHE_VARIABLE}=off turns it off"
         from fastload.cache.dataset import CachedDataset  # here: a loader of other datasets does not need it
 
-        dataset, _ = inside_subsets(loader.dataset)
-        if isinstance(dataset, CachedDataset):
+        if isinstance(dataset := inside_subsets(loader.dataset)[0], CachedDataset):
             return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
     counts = recorder_of(loader).copied_counts()
@@ -135,8 +134,9 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         dataset: Of the loader.
         has_ended: Whether an epoch has ended.
     """
-    cache = state.file_cache
-    if cache is None:
+    if has_ended:
+        put_back()
+    if (cache := state.file_cache) is None:
         return
     size = 0
     with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises

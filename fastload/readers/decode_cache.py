@@ -290,7 +290,7 @@ def _using(cache: C) -> Iterator[C]:
         yield cache
     finally:
         _thread.cache = before
-        if before is None:
+        if cache is not None:  # an access is over
             _call_deferred()
 
 

@@ -28,6 +28,23 @@ def read_cache(path):
     return meta, values
 
 
+def read_note(text):
+    """What a reader noted beside an array: the value that JSON with tags stands for."""
+
+    def plain(value):
+        if not isinstance(value, list):
+            return value
+        tag, *parts = value
+        if tag == "b":
+            return bytes.fromhex(parts[0])
+        parts = [plain(part) for part in parts]
+        if tag == "d":
+            return dict(zip(parts[::2], parts[1::2], strict=True))
+        return tuple(parts) if tag == "t" else parts
+
+    return plain(json.loads(text))
+
+
 def read_record(record):
     """The value in a record; a tensor as an array."""
     spec_bytes, count = struct.unpack_from("<II", record, 16)

@@ -386,9 +386,9 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(2000, shape=(100, 100, 3)), max_memory="15MB")
     warning, record = (record.getMessage() for record in caplog.records)
-    fit = "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared"
+    fit = "cache: ragged layout, 495 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared"
     assert caplog.records[0].levelname == "WARNING"
-    assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning
+    assert "holds only 495 of 2,000 samples (25%), which need about 60.3 MB" in warning
     assert record.startswith(fit)
     assert "3 of 2,000 samples so far" in record
     ds = CachedDataset(Images(20), max_memory=10**6)

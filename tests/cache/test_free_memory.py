@@ -58,7 +58,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name in ("available_bytes", "unused_bytes"):
         monkeypatch.setattr(arena, name, machine.free_bytes)
     monkeypatch.setattr(budget, "_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr(arena, "_CREDIT_BYTES", 0)
     return machine
 
 

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import shutil
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import lmdb
 import numpy as np
 import pytest
 import torch
 import xxhash
+from PIL import Image
 
 from fastload.cache import records
 from fastload.cache.build import build_lmdb
 from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.cache.lmdb_file import FORMAT_VERSION
-from fastload.cache.plain_text import parse_plain_text
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
+from fastload.readers import identity, patches
+from fastload.readers.decode_cache import DecodeCache
 from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Everything, Images, Made, Pair
@@ -140,18 +144,16 @@ def test_the_tools_of_lmdb_read_it(tmp_path: Path) -> None:
 
 # --- decoded files ----------------------------------------------------------------------------------------
 
-RNG = np.random.default_rng(0)
 ARRAYS = [
-    RNG.integers(0, 256, (375, 500, 3), np.uint8),  # many blocks of its checksum, and a rest
-    RNG.integers(0, 256, 4096, np.uint8),
-    np.asfortranarray(RNG.random((5, 7, 2))),
-    RNG.random((3, 4)).astype(">f4"),
+    np.random.default_rng(0).integers(0, 256, (375, 500, 3), np.uint8),
+    np.random.default_rng(1).random((3, 4)).astype(">f4"),
+    np.asfortranarray(np.random.default_rng(2).random((5, 7, 2))),
     np.array(7, np.int64),
     np.zeros((0, 3), np.complex128),
     np.array(["ab", "c"]),
     np.array(["2026-01-02"], "M8[D]"),
 ]
-NOTES = [None, {"a": [1, (2.5, b"\0", "ä")], 3: {}}, [[], ()], float("inf"), -(10**30), True, "text", ("t",)]
+NOTES = [None, {"a": [1, (2.5, b"\0", "ä")], 3: {}}, [[], ()], float("inf"), -(10**30), True, ("t", "text")]
 
 
 def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
@@ -165,4 +167,26 @@ def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
     assert found.keys() == {key_of(number) for number in range(len(ARRAYS))}
     for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
         copy, text = found[key_of(number)]
-        assert_same_samples((array, note), (copy, parse_plain_text(text)))
+        assert copy.dtype == array.dtype
+        assert_same_samples((array, note), (copy, plain_reader.read_note(text)))
+
+
+def test_what_libraries_decoded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels of OpenCV; and the hash of a file has the key of which the page tells."""
+    monkeypatch.setattr(identity, "SETTLED_S", 0)
+    monkeypatch.setattr(identity, "SETTLED_REMOTE_S", 0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+    path, pixels = tmp_path / "photo.png", Images().sample(0)[0]
+    Image.fromarray(pixels).save(path)
+    files = DecodedFiles(open_files(str(tmp_path / "files")))
+    patches.meet()
+    with DecodeCache(files, verify_share=0).active():
+        assert cv2.imread(str(path)) is not None
+    files.store.close()
+    _, found = plain_reader.read_cache(tmp_path / "files")
+    status = path.stat()
+    text = repr(("file", "photo.png", status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    key = b"c" + hashlib.blake2b(text.encode(), digest_size=16).digest()
+    assert found.pop(key) == hashlib.sha256(path.read_bytes()).digest()
+    ((array, _),) = found.values()
+    assert array.tobytes() == pixels[:, :, ::-1].tobytes()

@@ -521,7 +521,6 @@ def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch:
     free_bytes = [1 << 40]
     monkeypatch.setattr(arena, "unused_bytes", lambda: free_bytes[0])
     monkeypatch.setattr(budget, "_CHECK_EVERY_S", 0.0)
-    monkeypatch.setattr(arena, "_CREDIT_BYTES", 0)
     store = shared()
     assert len(put(store, range(30))) == 30
     say_once.cache_clear()
@@ -647,7 +646,7 @@ def test_damaged_memory_is_a_miss() -> None:
     store = shared()
     put(store, range(3))
     table = store._tables[0]
-    for offset in range(table._space_at + 40, table._space_at + 200):
+    for offset in range(table.arena._records_at + 40, table.arena._records_at + 200):
         table.arena.segment.write(b"\xff", offset)
         files_in(store).get(key_of(0))
     assert files_in(store).get(key_of(0)) is None

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.ram.layout import FRAME_BYTES
+from fastload.cache.ram.arena import claimed_bytes
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.records import ALIGNMENT_BYTES, encode, record_parts
+from fastload.cache.records import encode, record_parts
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
@@ -31,6 +31,7 @@ MB = 1 << 20
 # Of a cache of small images and labels: header, table, pages that are used in part, gaps between columns.
 OVERHEAD = 2 * 4096 + 2 * 4096 + 128
 ROW_BYTES = 32 * 24 * 3 + 8
+RECORD_BYTES = claimed_bytes(len(encode(Images(1).sample(0))))
 pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
@@ -86,11 +87,11 @@ def large(index: int) -> Any:
 @pytest.mark.parametrize(
     ("dataset", "max_memory", "num_fitting"),
     [
-        (Images(30), OVERHEAD + 10 * ROW_BYTES, 10),
+        (Images(30), OVERHEAD + 10 * RECORD_BYTES, 10),
         # A smaller odd sample takes the place that its row leaves.
         (MixedImages(30, shape=(64, 64, 3)), OVERHEAD + 30 * (64 * 64 * 3 + 8), 30),
-        # Rows fill whole pages, wherever the samples lie in the dataset.
-        (Made(int, 20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
+        # Records follow one another, wherever the samples lie in the dataset.
+        (Made(int, 20_000), OVERHEAD - 4096 - 128 + round_up(160_000, 4096) + 200 * 128, 200),
     ],
 )
 def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_fitting: int) -> None:
@@ -98,7 +99,8 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_
     cache = SharedMemoryCache(len(dataset), [dataset.sample(0)], max_memory=max_memory)
     order = random.Random(1).sample(range(len(dataset)), len(dataset))
     stored = [index for index in order if cache.put(index, dataset.sample(index))]
-    assert (cache.layout, cache.capacity) == ("uniform", num_fitting)
+    assert (cache.layout == "uniform") == (num_fitting == len(dataset))
+    assert cache.capacity == num_fitting
     assert stored == order[:num_fitting]
     assert cache.nbytes <= cache.max_bytes == max_memory
 
@@ -125,7 +127,7 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -
     cache = make(dataset := RaggedImages(30), max_memory)
     left_bytes, fitting = cache._plan.room_bytes, []
     for index in range(30):
-        nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
+        nbytes = claimed_bytes(record_parts(*flatten(dataset.sample(index)))[1])
         if nbytes <= left_bytes:
             left_bytes -= nbytes
             fitting.append(index)

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.ram import arena, registry, shared
@@ -69,8 +70,8 @@ def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | N
     assert first.answer() == first.pid
     ds = CachedDataset(dataset, cache_key=key)
     assert ds.cache_info().num_cached == 30
-    by_parts = r" made it \d+ s ago from the same parts"
-    assert re.search(rf"process {first.pid}{by_parts}$", ds.cache.reason)
+    by_parts = r" \d+ s ago from the same parts"
+    assert re.search(rf"^found, made by process {first.pid}{by_parts}$", ds.cache.reason)
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
     assert sum(dataset.reads) == 2
@@ -551,3 +552,13 @@ def test_an_edit_that_leaves_the_first_sample_is_noticed() -> None:
     empty = CachedDataset(Made(lambda index: np.full(4, index), 40), cache_key="empty", max_memory="40B")
     assert empty.cache_info().num_cached == 0
     CachedDataset(Made(lambda index: np.full(4, -index), 40), cache_key="empty")
+
+
+def test_an_entry_that_a_cleaner_removed_is_put_back_at_the_end_of_an_epoch(registry_folder: Any) -> None:
+    """So jobs that start later find the samples."""
+    ds = CachedDataset(Images(8), cache_key="photos")
+    names = set(os.listdir(registry_folder))
+    for path in registry_folder.iterdir():
+        path.unlink()
+    assert len(list(fastload.DataLoader(ds, 4))) == 2
+    assert set(os.listdir(registry_folder)) == names - {"lock"}

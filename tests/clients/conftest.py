@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.clients.contract import Client
 
 
-LIMIT_S = 500  # of a test: it starts up to three runs, each of which has a limit of its own
+LIMIT_S = 1_300  # of a test: it starts up to three runs, each of which has a limit of its own
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import Sampler, default_collate
 
 from fastload import DataLoader
-from fastload.epochs import loader_state, on_device, with_workers, without_workers
+from fastload.cache import file_cache
+from fastload.epochs import on_device, with_workers, without_workers
 from fastload.errors import TooManyFailuresError
 from tests.device.fake import FakeBackend
 from tests.faults import test_signals
@@ -338,8 +339,8 @@ class Meanwhile(Sampler[int]):
 def test_two_threads_that_begin_an_epoch_share_nothing(monkeypatch: Any, tmp_path: Any) -> None:
     """They get two epochs of one loader, buffers of their own, and one cache between them."""
     opened = []
-    real = loader_state.open_file_cache
-    monkeypatch.setattr(loader_state, "open_file_cache", lambda cache: opened.append(cache) or real(cache))
+    real = file_cache.open_file_cache
+    monkeypatch.setattr(file_cache, "open_file_cache", lambda cache: opened.append(cache) or real(cache))
     sampler = Meanwhile()
     with DataLoader(Numbers(8), 2, sampler=sampler, cache=f"lmdb:{tmp_path / 'cache'}") as loader:
         list(loader)

@@ -1,14 +1,15 @@
 """Arena: a segment of shared memory that describes itself, and the space in it, claimed under a budget.
 
-What is stored in the space, and under which keys, is up to the cache: `shared` stores samples by index. A
-segment has, in order:
+What the table means is up to the cache: `shared` stores samples by index, `table` files by key. A segment
+has, in order:
 
     header       magic, format version; crc32 and length of the description
     cursor       at byte 64: how much space is claimed
     reserve      at byte 96: how much memory of the machine stays free; whether growth has stopped there
     description  at byte 128: JSON, ASCII
     table        at 1 MiB, entries of 8 bytes; 0 = nothing is stored
-    space        as the description says
+    space        columns of uniform samples, then records one after another, aligned to 64 bytes, each after a
+                 frame: its key of 16 bytes, and its length
 
 Rules:
 
@@ -34,9 +35,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastload.cache.records import ALIGNMENT_BYTES
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
-from fastload.memory.segment import PAGE_BYTES, Segment, populate, with_limit
+from fastload.memory.segment import PAGE_BYTES, Segment, populate, round_up, with_limit
 from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, limit_bytes, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
@@ -57,15 +59,20 @@ ENTRY_BYTES = 8
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _MAGIC = b"FLcache\0"
-_VERSION = 8
+_VERSION = 9
 _CURSOR = struct.Struct("<qqqq")
 # A user's limit is followed until only this share of the memory that was free is left.
 _MIN_RESERVE_SHARE = 0.05
 _RESERVE_AT = CURSOR_AT + _CURSOR.size
 _RESERVE = struct.Struct("<qq")
-_CREDIT_BYTES = 1 << 20  # each process stores so much before it reads the size of the segment
+_FRAME = struct.Struct("<16sQ")
 # The lock is held for a few microseconds, or for some time slices of a busy machine.
 _LOCK_WAIT_S = 0.1
+
+
+def claimed_bytes(nbytes: int) -> int:
+    """What a record of ``nbytes`` takes of the space."""
+    return round_up(_FRAME.size + nbytes, ALIGNMENT_BYTES)
 
 
 def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
@@ -135,19 +142,27 @@ def read_description(segment: Segment) -> dict[str, Any]:
 
 
 class Cursor(NamedTuple):
-    """How much of an arena is claimed, or can be.
+    """How much of an arena is claimed for records, or can be.
 
     Attributes:
-        ragged_bytes: Bytes of the area in which records of any length follow one another.
-        rows: Rows of columns, if rows are assigned one after another.
-        used_bytes: What the claims take of the budget.
+        end_bytes: Where the next record begins.
+        num_records: How many there are.
+        used_bytes: What they take of the budget.
         is_short: Whether the warning that the space is short was logged, or is unwanted.
     """
 
-    ragged_bytes: int = 0
-    rows: int = 0
+    end_bytes: int = 0
+    num_records: int = 0
     used_bytes: int = 0
     is_short: int = 0
+
+    def after(self, space_bytes: int, used_bytes: int) -> Cursor:
+        """The cursor behind one more record."""
+        end_bytes, num_records = self.end_bytes + space_bytes, self.num_records + 1
+        return Cursor(end_bytes, num_records, self.used_bytes + used_bytes, self.is_short)
+
+
+_NO_SPACE = Cursor()
 
 
 class Arena:
@@ -156,6 +171,7 @@ class Arena:
     Args:
         segment: The segment; the arena owns it from here on.
         num_entries: Length of the table.
+        records_at: Where the first record can begin.
         limits: How much can be claimed.
         mapping: The segment, read-only; None to map it now.
 
@@ -166,14 +182,13 @@ class Arena:
         is_full: Whether memory for an entry, or for the segment itself, could not be allocated.
     """
 
-    __slots__ = (
-        *("__weakref__", "_allocated", "_credit_bytes", "_cursor", "_growth", "_limits", "_lock_wait_s"),
-        *("_reserve", "_table_end", "_writable"),
-        *("entries", "is_full", "memory", "segment", "table"),
-    )
-
     def __init__(
-        self, segment: Segment, num_entries: int, limits: Cursor, mapping: mmap.mmap | None = None
+        self,
+        segment: Segment,
+        num_entries: int,
+        records_at: int = 0,
+        limits: Cursor = _NO_SPACE,
+        mapping: mmap.mmap | None = None,
     ) -> None:
         self.segment = segment
         if segment.fd >= 0:
@@ -187,7 +202,7 @@ class Arena:
                     f"cache: {reason}"
                 )
         self.is_full = mapping is None
-        self._limits = limits
+        self._records_at, self._limits = records_at, limits
         self._table_end = TABLE_AT + num_entries * ENTRY_BYTES
         self.memory = memoryview(bytes(DESCRIPTION_AT) if mapping is None else mapping)
         self.table: npt.NDArray[np.intp] = np.broadcast_to(np.intp(0), num_entries)
@@ -198,7 +213,6 @@ class Arena:
         self._cursor = self.memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
         self._reserve = self.memory[_RESERVE_AT : _RESERVE_AT + _RESERVE.size].cast("q")
         self._growth = GrowthCheck(unused_bytes)  # the mapping has taken its address space already
-        self._credit_bytes = 0  # what this process can store before it asks again
         self._lock_wait_s = _LOCK_WAIT_S
         self._writable: tuple[mmap.mmap, memoryview] | None = None  # up to the end of the table
         self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
@@ -227,12 +241,8 @@ class Arena:
         Raises:
             OSError: The system has no memory left.
         """
-        self._credit_bytes -= nbytes
-        if self._credit_bytes > 0:
-            return True
         reserved_bytes = self._reserve[0]
         if self._growth.allows(self.nbytes, nbytes, reserved_bytes):
-            self._credit_bytes = _CREDIT_BYTES
             return True
         if not self._reserve[1]:  # without a lock: at worst, two processes say it
             self.leave_free(reserved_bytes, has_stopped=True)
@@ -263,6 +273,23 @@ class Arena:
         with self.locked() as cursor:
             if cursor is not None:
                 self.move(cursor._replace(is_short=1))
+
+    def record(self, at: int, key: bytes) -> memoryview | None:
+        """The record of a key, at the offset to which an entry leads; None if it is not there."""
+        if not self._records_at < at <= len(self.memory):
+            return None
+        stored_key, nbytes = _FRAME.unpack_from(self.memory, at - _FRAME.size)
+        return self.memory[at : at + nbytes] if stored_key == key else None
+
+    def append(self, cursor: Cursor, key: bytes, parts: Sequence[Any], nbytes: int) -> int:
+        """Write a record into the space that was claimed at a cursor; returns its offset.
+
+        Raises:
+            OSError: The system has no memory left.
+        """
+        at = self._records_at + cursor.end_bytes + ALIGNMENT_BYTES
+        self.write([_FRAME.pack(key, nbytes), *parts], at - _FRAME.size)
+        return at
 
     def write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another; joining them would take as much memory again.

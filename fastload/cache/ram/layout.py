@@ -4,14 +4,10 @@ The process that makes the segment plans the layout; other processes read it fro
 the segment (see `arena`):
 
     table        8 bytes a sample: 0 = empty, an odd number 2 * row + 1 = a uniform row, else the offset of a
-                 ragged record
-    columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
-                 assigned one after another, so any subset of the samples can be stored
-    ragged       records (see `record`), each after a frame that names its sample
-
-Rows assigned one after another fill whole pages. If each sample had its own row in a larger, sparse segment,
-small rows of a random subset would touch nearly all pages, and so take much more memory than the samples
-themselves.
+                 record
+    columns      uniform samples (see `columns`), if all of them fit; row = index. If not, all are records, so
+                 that any subset can be stored: small rows of a random subset would touch nearly all pages
+    records      all others
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from fastload.cache.ram.arena import (
     ENTRY_BYTES,
     TABLE_AT,
     Cursor,
+    claimed_bytes,
     create_segment,
     read_description,
 )
@@ -46,14 +43,9 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
 
-FRAME_BYTES = ALIGNMENT_BYTES
-
 _RAGGED_MULTIPLE = 8
 _MIN_RAGGED_BYTES = 256 << 20
-_NUMBER_FIELDS = (
-    *("num_samples", "max_bytes", "rows", "is_packed"),
-    *("ragged_at", "ragged_bytes", "room_bytes"),
-)
+_NUMBER_FIELDS = (*("num_samples", "max_bytes", "ragged_at", "ragged_bytes", "room_bytes", "record_bytes"),)
 
 
 @dataclass(frozen=True)
@@ -86,18 +78,17 @@ class Layout:
     max_bytes: int
     spec: Spec | None  # of uniform samples; None if the layout is ragged
     columns: tuple[Column, ...]
-    rows: int
-    is_packed: bool  # rows are assigned one after another, because not all samples have one
     ragged_at: int
     ragged_bytes: int  # address space; not all of it need be used
-    room_bytes: int  # what ragged records and assigned rows can take together
+    room_bytes: int  # what records can take
+    record_bytes: int  # what each of them takes; 0: that differs
     origin: Origin = field(compare=False)
 
     @classmethod
     def plan(
         cls, num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin, segment_limit: int = 0
     ) -> Layout:
-        """Plan columns if the examples all have the same spec, else ragged records only.
+        """Plan columns if the examples all have the same spec and all samples fit, else records only.
 
         The ragged area is address space: pages are allocated when they are written. A segment as large as the
         maximum would cost nothing, but RLIMIT_AS and RLIMIT_FSIZE also count untouched pages. So the area has
@@ -127,13 +118,14 @@ class Layout:
         taken_bytes = described_bytes + columns_at - TABLE_AT + 2 * PAGE_BYTES
         room = max(0, max_bytes - taken_bytes)
         columns: tuple[Column, ...] = ()
-        rows, end, ragged_bytes = 0, columns_at, room
+        end, ragged_bytes = columns_at, room
         if spec is not None:
-            columns, rows, end = plan_columns(spec, [v for _, v in flat], columns_at, room, num_samples)
-        is_packed = rows < num_samples and spec is not None
-        if flat:
-            largest_bytes = max(FRAME_BYTES + record_parts(*example)[1] for example in flat)
-            ragged_bytes = min(room, max(_MIN_RAGGED_BYTES, _RAGGED_MULTIPLE * num_samples * largest_bytes))
+            columns, end = plan_columns(spec, [values for _, values in flat], columns_at, num_samples)
+            if end - columns_at > room:
+                spec, columns, end = None, (), columns_at
+        sizes = {claimed_bytes(record_parts(*example, None)[1]) for example in flat}
+        if sizes:
+            ragged_bytes = min(room, max(_MIN_RAGGED_BYTES, _RAGGED_MULTIPLE * num_samples * max(sizes)))
         ragged_at = round_up(end, PAGE_BYTES)
         if segment_limit:
             ragged_bytes = max(0, min(ragged_bytes, segment_limit - ragged_at))
@@ -142,11 +134,10 @@ class Layout:
             max_bytes=max_bytes,
             spec=spec,
             columns=columns,
-            rows=rows,
-            is_packed=is_packed,
             ragged_at=ragged_at,
-            ragged_bytes=round_up(ragged_bytes, PAGE_BYTES),
-            room_bytes=room if is_packed else max(0, room - (end - columns_at)),
+            ragged_bytes=round_up(ragged_bytes + ALIGNMENT_BYTES, PAGE_BYTES),
+            room_bytes=max(0, room - (end - columns_at)),
+            record_bytes=sizes.pop() if len(sizes) == 1 and not columns else 0,
             origin=origin,
         )
 
@@ -154,7 +145,7 @@ class Layout:
         """The layout of a cache of the same samples on another machine, with its maximum memory."""
         if max_bytes >= self.max_bytes:
             return replace(self, origin=origin)
-        if self.spec is not None and not self.is_packed and self.ragged_at <= max_bytes:
+        if self.columns and self.ragged_at <= max_bytes:
             room_bytes = max(0, self.room_bytes - (self.max_bytes - max_bytes))
             return replace(self, origin=origin, max_bytes=max_bytes, room_bytes=room_bytes)
         return Layout.plan(self.num_samples, max_bytes, (), origin)  # any samples that fit
@@ -164,23 +155,24 @@ class Layout:
         """Bytes of one uniform sample."""
         return sum(column.row_bytes for column in self.columns)
 
-    def ragged_cost(self, nbytes: int, *, is_first: bool) -> int:
-        """What a ragged record takes of the room, besides what the row takes that it replaces.
+    @property
+    def capacity(self) -> int | None:
+        """How many samples fit; None if their sizes differ."""
+        if self.columns:
+            return self.num_samples
+        return min(self.num_samples, self.room_bytes // self.record_bytes) if self.record_bytes else None
 
-        Args:
-            nbytes: Of the record and its frame.
-            is_first: Whether it is the first one.
-        """
-        if self.is_packed:  # pages at the ends of columns are wasted while not all rows are used
-            return nbytes + is_first * 2 * PAGE_BYTES * len(self.columns)
-        # No sample touches these pages of the row, which is one of a full column.
+    def after(self, cursor: Cursor, nbytes: int) -> Cursor:
+        """The cursor behind a record of ``nbytes``, which leaves the pages of its row to it."""
+        space_bytes = claimed_bytes(nbytes)
+        # No sample touches these pages of the row.
         pages = sum(max(0, column.row_bytes // PAGE_BYTES - 1) for column in self.columns)
-        return nbytes - pages * PAGE_BYTES
+        return cursor.after(space_bytes, space_bytes - pages * PAGE_BYTES)
 
     @property
     def limits(self) -> Cursor:
         """How much of the space can be claimed."""
-        return Cursor(self.ragged_bytes, self.rows, self.room_bytes)
+        return Cursor(self.ragged_bytes - ALIGNMENT_BYTES, self.num_samples, self.room_bytes)
 
     def create_segment(self) -> tuple[Segment, mmap.mmap]:
         """A new segment with this layout, and a read-only mapping; most of it takes no memory yet.
@@ -233,7 +225,7 @@ def make_segment(
         SharedMemoryError: The system denied even a segment that holds little more than the examples, or the
             lock under which space is claimed.
     """
-    min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
+    min_bytes = 1 + sum(claimed_bytes(record_parts(*flatten(example), None)[1]) for example in examples)
     layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""
     while True:
         try:
@@ -243,9 +235,9 @@ def make_segment(
             reason = reason or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
             layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
-            if layout.room_bytes + layout.rows * layout.row_bytes < min_bytes:
+            if not layout.columns and layout.room_bytes < min_bytes:
                 raise
-    if layout.spec is None or layout.is_packed:
+    if not layout.columns:
         try:
             with flocked(segment.reopen):
                 pass
@@ -253,6 +245,6 @@ def make_segment(
             segment.close()
             raise SharedMemoryError(f"the system does not allow locks on shared memory: {error}") from error
     if reason:
-        level = logging.INFO if layout.rows == num_samples else logging.WARNING
+        level = logging.INFO if layout.columns else logging.WARNING
         log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), reason)
     return segment, layout, mapping

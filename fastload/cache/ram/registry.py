@@ -14,7 +14,8 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
    leave a wrong entry alone, because the owner can register the same number again at any moment. Of another
    PID namespace (container), nobody here knows whether the owner has ended: its entry is removed if nobody
-   there has looked it up for a week, or since the machine started.
+   there has looked it up for a week, or since the machine started. Its owner puts back what a cleaner of
+   temporary files has removed, at the end of an epoch.
 3. The directory belongs to this user and is closed to all other users; any other directory is rejected. No
    file in it is opened through a symbolic link.
 4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
@@ -50,6 +51,7 @@ _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
 _FOREIGN_S = 7 * 24 * 3600.0  # how long an entry of another PID namespace counts
 _BOOT_SLACK_S = 60.0  # clocks are set after a machine has started
+_own: dict[Entry, Path] = {}  # entries of this process, and of those that it was forked from, and where
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
@@ -189,19 +191,33 @@ def entry_of(name: str, fd: int) -> Entry | None:
 
 def register(name: str, fd: int) -> Entry | None:
     """Register that this process holds a cache; None if there is no registry."""
-    path, entry = directory(), entry_of(name, fd)
-    if path is None or entry is None:
-        return None
+    entry = entry_of(name, fd)
+    return entry if entry is not None and _add(entry) else None
+
+
+def put_back() -> None:
+    """Put the entries of this process back that something has removed."""
+    for entry, path in list(_own.items()):
+        if entry.pid == os.getpid() and path == directory():
+            _add(entry)
+
+
+def _add(entry: Entry) -> bool:
+    path = directory()
+    if path is None:
+        return False
     try:
         os.close(_open(path / entry.file_name))
     except OSError as error:  # a full or read-only disk: other processes will not find this cache
         log.info("cache: not registered at %s, so other jobs make their own: %s", path, error.strerror)
-        return None
-    return entry
+        return False
+    _own[entry] = path
+    return True
 
 
 def unregister(entry: Entry) -> None:
     """Remove an entry; does nothing in a fork of the process that made it."""
+    _own.pop(entry, None)
     if entry.pid == os.getpid():
         path = directory()
         if path is not None:

@@ -8,8 +8,8 @@ segment is sparse, so memory is allocated as samples are stored, and sealed, so 
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
 2. The memory is freed when the last process that holds the segment ends, however it ends.
-3. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
-   bytes. All other space is claimed. A process that does not get the lock returns the sample uncached.
+3. Rows of columns need no lock, because all writers of a row write the same bytes. Space for records is
+   claimed. A process that does not get the lock returns the sample uncached.
 4. There is one cache per name: a process that finds none looks again under the creation lock before making
    one.
 5. A cache of another process is checked before use: it must belong to this user, be sealed, have the right
@@ -31,12 +31,12 @@ import numpy as np
 from fastload.cache.columns import ColumnReader
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, reserve_bytes
-from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
-from fastload.cache.records import ALIGNMENT_BYTES, decode, record_parts
+from fastload.cache.ram.arena import Arena, budget_bytes, claimed_bytes, reserve_bytes
+from fastload.cache.ram.layout import Layout, Origin, make_segment
+from fastload.cache.records import decode, record_parts
 from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
-from fastload.memory.segment import Segment, is_for_child, is_for_other_machines, round_up
+from fastload.memory.segment import Segment, is_for_child, is_for_other_machines
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from fastload.cache.ram.registry import Entry
     from fastload.nested.spec import Spec
 
-_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
-_FRAME_MAGIC = b"FLragged"
+_KEY = struct.Struct("<8sQ")  # of a record: magic, index
+_MAGIC = b"FLragged"
 
 
 class SharedMemoryCache(SampleCache):
@@ -69,8 +69,8 @@ class SharedMemoryCache(SampleCache):
             what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:
-        layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
-        capacity: How many uniform samples fit; None for ragged samples, whose sizes are unknown.
+        layout: `"uniform"` (columns, and records of samples that do not match) or `"ragged"` (records).
+        capacity: How many samples fit; None if their sizes differ.
         origin: Which process made it, when, and from which samples.
 
     Raises:
@@ -108,16 +108,14 @@ class SharedMemoryCache(SampleCache):
         return _unpickle(segment, _layout_of(segment))
 
     def _hold(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
-        arena = Arena(segment, plan.num_samples, plan.limits, mapping)
+        arena = Arena(segment, plan.num_samples, plan.ragged_at, plan.limits, mapping)
         self._arena, self._plan, self._columns = arena, plan, None
         self.num_samples, self.max_bytes, self.origin = plan.num_samples, plan.max_bytes, plan.origin
-        self.layout, self.capacity = "ragged", None
-        if plan.spec is not None:
-            self.layout, self.capacity = "uniform", plan.rows
-            if not arena.is_full:
-                segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
-                self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, arena.memory)
-        self.reason = "it is private to this process and its workers"
+        self.layout, self.capacity = "uniform" if plan.columns else "ragged", plan.capacity
+        if plan.spec is not None and plan.columns and not arena.is_full:
+            segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
+            self._columns = ColumnReader(plan.spec, plan.columns, plan.num_samples, arena.memory)
+        self.reason = "private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,11 +164,9 @@ class SharedMemoryCache(SampleCache):
         if arena.is_full:
             return np.empty(0, np.intp)
         empty = np.flatnonzero(arena.table == 0)
-        if not plan.is_packed:
+        if not plan.record_bytes:
             return empty
-        cursor = arena.cursor
-        rows = min(plan.rows - cursor.rows, (plan.room_bytes - cursor.used_bytes) // max(1, plan.row_bytes))
-        return empty[: max(0, rows)]
+        return empty[: max(0, plan.room_bytes - arena.cursor.used_bytes) // plan.record_bytes]
 
     def expect_short(self) -> None:
         """Keep all processes from warning that the cache cannot hold all samples."""
@@ -194,18 +190,8 @@ class SharedMemoryCache(SampleCache):
         if entry & 1:
             columns = self._columns
             return None if columns is None else columns.sample(entry >> 1)
-        return self._record(arena, index, entry) if entry else None
-
-    def _record(self, arena: Arena, index: int, offset: int) -> Any | None:
-        """The sample of a ragged record; None if the entry is not that of a record of this sample."""
-        plan = self._plan
-        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
-            return None
-        magic, owner, nbytes = _FRAME.unpack_from(arena.memory, offset)
-        if magic != _FRAME_MAGIC or owner != index:
-            return None
-        start = offset + FRAME_BYTES
-        return decode(arena.memory[start : start + nbytes])
+        record = arena.record(entry, _KEY.pack(_MAGIC, index)) if entry else None
+        return None if record is None else decode(record)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
@@ -245,58 +231,31 @@ class SharedMemoryCache(SampleCache):
 
     def _store(self, arena: Arena, index: int, spec: Spec, values: list[Any]) -> bool:
         plan = self._plan
-        if plan.spec is not None and spec == plan.spec:
+        if plan.columns and spec == plan.spec:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
-                row = index
                 if not arena.can_grow(plan.row_bytes, self._warn_stopped):
                     return False
-                if plan.is_packed:
-                    cursor = self._claim(arena, index, Cursor(rows=1, used_bytes=plan.row_bytes))
-                    if cursor is None:
-                        return bool(arena.entries[index])
-                    row = cursor.rows
                 for column, part in zip(plan.columns, packed, strict=True):
-                    arena.write([part], column.offset + row * column.row_bytes)
-                arena.publish(index, 2 * row + 1)
+                    arena.write([part], column.offset + index * column.row_bytes)
+                arena.publish(index, 2 * index + 1)
                 return True
-        parts, nbytes = record_parts(spec, values)
-        record_bytes = round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES)
-        if not arena.can_grow(record_bytes, self._warn_stopped):
+        parts, nbytes = record_parts(spec, values, None)
+        if not arena.can_grow(claimed_bytes(nbytes), self._warn_stopped):
             return False
-        cursor = self._claim(arena, index, Cursor(record_bytes, used_bytes=record_bytes))
-        if cursor is None:
-            return bool(arena.entries[index])
-        offset = plan.ragged_at + cursor.ragged_bytes
-        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
-        arena.write([frame, *parts], offset)
-        arena.publish(index, offset)
-        return True
-
-    def _claim(self, arena: Arena, index: int, space: Cursor) -> Cursor | None:
-        """The cursor before this claim of space for a sample; None if there is none, or it is stored now."""
-
-        def after(cursor: Cursor) -> Cursor:
-            nbytes = space.used_bytes
-            if space.ragged_bytes:
-                nbytes = self._plan.ragged_cost(nbytes, is_first=not cursor.ragged_bytes)
-            return Cursor(
-                cursor.ragged_bytes + space.ragged_bytes,
-                cursor.rows + space.rows,
-                cursor.used_bytes + nbytes,
-                cursor.is_short,
-            )
-
-        if arena.cursor.is_short and not arena.allows(after(arena.cursor)):
-            return None  # usually `max_memory` is too small, and a warning has said so
+        if arena.cursor.is_short and not arena.allows(plan.after(arena.cursor, nbytes)):
+            return False  # usually `max_memory` is too small, and a warning has said so
         with arena.locked() as cursor:
             if cursor is None or arena.entries[index]:
-                return None
-            is_allowed = arena.allows(after(cursor))
-            arena.move(after(cursor) if is_allowed else cursor._replace(is_short=1))
-        if not is_allowed and not cursor.is_short:
+                return cursor is not None
+            after = plan.after(cursor, nbytes)
+            is_allowed = arena.allows(after)
+            arena.move(after if is_allowed else cursor._replace(is_short=1))
+        if is_allowed:
+            arena.publish(index, arena.append(cursor, _KEY.pack(_MAGIC, index), parts, nbytes))
+        elif not cursor.is_short:
             log_short(self.max_bytes, self.num_cached, self.num_samples)
-        return cursor if is_allowed else None
+        return is_allowed
 
     def _warn_stopped(self, free_bytes: int) -> None:
         log.warning(
@@ -314,7 +273,7 @@ class SharedMemoryCache(SampleCache):
         if self.unregister is not None:
             self.unregister()
         self._arena.segment.close()
-        self._arena = Arena(Segment(-1, 0), self.num_samples, Cursor())
+        self._arena = Arena(Segment(-1, 0), self.num_samples)
         self._columns = None
 
 
@@ -424,7 +383,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             raise
         age_s = max(0.0, time.time() - cache.origin.created_s)
         maker = cache.origin.pid
-        cache.reason = f"process {maker} made it {age_s:,.0f} s ago from the same parts"
+        cache.reason = f"found, made by process {maker} {age_s:,.0f} s ago from the same parts"
         if entry.pid != maker:
             cache.reason += f"; process {entry.pid} holds it now"
         _register(cache, name)
@@ -463,7 +422,7 @@ def create(
         if cache.unregister is None:
             cache.close()
             return None
-        cache.reason = "created now, because no running process had it; every process that opens it shares it"
+        cache.reason = "made now, because no running process had it"
         return cache
 
 

@@ -266,9 +266,7 @@ class SharedStore:
             if changed_ns is not None and changed_ns != self._changed_ns:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
                 self._changed_ns = changed_ns if is_old else 0
-                if self.is_owner:
-                    for table in tables:  # a cleaner may have removed the entry
-                        registry.register(self._name, table.arena.segment.fd)
+                registry.put_back()
                 tables += self._attach(tables)
             use, needed = (
                 self._use(),
@@ -364,9 +362,10 @@ class SharedStore:
         """The tables that go, those used the longest ago, so that a table has room; None if too few can."""
         going: list[Table] = []
         room_bytes = self._room_bytes
-        for table in sorted(self._tables, key=lambda table: (table.arena.cursor.rows > 0, table.used_s)):
-            is_spare = needed_bytes > self._table_bytes and not table.arena.cursor.rows
-            if room_bytes < needed_bytes and (is_spare or now_s - table.used_s > _IDLE_S):
+        is_large = needed_bytes > self._table_bytes  # empty tables make room for it
+        for table in sorted(self._tables, key=lambda table: (not table.is_empty, table.used_s)):
+            can_go = (is_large and table.is_empty) or now_s - table.used_s > _IDLE_S
+            if room_bytes < needed_bytes and can_go:
                 going.append(table)
                 room_bytes += table.max_bytes
         return going if room_bytes >= needed_bytes else None

@@ -5,7 +5,7 @@ In the space of the segment (see `arena`):
     words     64 words of 8 bytes: whether the table is retired, the largest record that had no room, and when
               a record was found last, and a loader needed the table last
     levels    hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes, each at the index that is its size
-    records   aligned to 64 bytes, each after its key and its length
+    records
 
 An entry is a tag of 23 bits of the key, and the offset of the record in units of 64 bytes. The number of
 records is unknown, so the table grows: when it holds half as many as a level has entries, the next one takes
@@ -32,6 +32,7 @@ from fastload.cache.ram.arena import (
     TABLE_AT,
     Arena,
     Cursor,
+    claimed_bytes,
     create_segment,
     read_description,
 )
@@ -62,7 +63,6 @@ _ENTRY_COST_BYTES = 64  # of a record in the levels, at most: a new level is tou
 _TOUCH_EVERY_S = 1.0
 
 _KEY = struct.Struct("<QQ")
-_FRAME = struct.Struct("<16sQ")  # key, and length of the record, which follows at once
 
 
 def home_and_tag(key: bytes) -> tuple[int, int]:
@@ -73,11 +73,7 @@ def home_and_tag(key: bytes) -> tuple[int, int]:
 
 def table_bytes_for(nbytes: int) -> int:
     """The size of a table in which a record of ``nbytes`` has room."""
-    return _claimed_bytes(nbytes) + _ENTRY_COST_BYTES + _taken_bytes()
-
-
-def _claimed_bytes(nbytes: int) -> int:
-    return round_up(_FRAME.size + nbytes, ALIGNMENT_BYTES)
+    return claimed_bytes(nbytes) + _ENTRY_COST_BYTES + _taken_bytes()
 
 
 def _taken_bytes() -> int:
@@ -126,10 +122,9 @@ class Table:
         self.max_bytes: int = fields["max_bytes"]
         self.created_s: float = fields["created_s"]
         self.inode = os.fstat(segment.fd).st_ino
-        num_entries, self._space_at, limits = _plan(self.max_bytes)
-        self.arena = Arena(segment, num_entries, limits, mapping)
-        self._entries, self._memory = self.arena.entries, self.arena.memory
-        self._num_records = self._memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
+        self.arena = Arena(segment, *_plan(self.max_bytes), mapping)
+        self._entries = self.arena.entries
+        self._num_records = self.arena.memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
         self._levels: tuple[int, ...] = ()  # those in use, the newest first
         self._next_level_at = 1  # records
         self._is_hit, self._touch_at_s = False, 0.0
@@ -197,17 +192,15 @@ class Table:
     def _search(self, key: bytes, home: int, tag: int) -> memoryview | None:
         if self._num_records[0] >= self._next_level_at:
             self._find_levels()
-        entries, memory = self._entries, self._memory
+        entries = self._entries
         for level in self._levels:
             place = home & (level - 1)
             while entry := entries[level + place]:  # half of the entries of a level are never taken
                 if entry >> _TAG_SHIFT == tag:
-                    at = (entry & _OFFSET_MASK) * ALIGNMENT_BYTES
                     # An address that depends on the entry is read after it (see `memory.memory_model`).
-                    if at > self._space_at:
-                        stored_key, nbytes = _FRAME.unpack_from(memory, at - _FRAME.size)
-                        if stored_key == key:
-                            return memory[at : at + nbytes]
+                    record = self.arena.record((entry & _OFFSET_MASK) * ALIGNMENT_BYTES, key)
+                    if record is not None:
+                        return record
                 place = (place + 1) & (level - 1)
         return None
 
@@ -216,7 +209,12 @@ class Table:
     def has_room(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` fits, and will stay."""
         is_open = not self.arena.is_full and not self.is_retired
-        return is_open and self.arena.allows(_after(self.arena.cursor, _claimed_bytes(nbytes)))
+        return is_open and self.arena.allows(_after(self.arena.cursor, claimed_bytes(nbytes)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever stored."""
+        return not self._num_records[0]
 
     @property
     def is_short(self) -> bool:
@@ -237,24 +235,23 @@ class Table:
 
     def put(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
         """Store a record of ``nbytes``; False if it does not fit, or another process holds the lock."""
-        arena, (home, tag), claimed_bytes = self.arena, home_and_tag(key), _claimed_bytes(nbytes)
+        arena, (home, tag), space_bytes = self.arena, home_and_tag(key), claimed_bytes(nbytes)
         try:
-            self.lacks_memory = not arena.can_grow(claimed_bytes, _log_stopped)
+            self.lacks_memory = not arena.can_grow(space_bytes, _log_stopped)
             if self.lacks_memory:
                 self.ask_for_more(nbytes)
                 return False
             with arena.locked() as cursor:
                 if cursor is None or self._search(key, home, tag) is not None:
                     return cursor is not None
-                index = self._free_entry(_level_after(cursor.rows), home)
-                after = _after(cursor, claimed_bytes)
+                index = self._free_entry(_level_after(cursor.num_records), home)
+                after = _after(cursor, space_bytes)
                 if index is None or not arena.allows(after):
                     arena.move(cursor._replace(is_short=1))
                     return False
                 arena.publish(index, tag << _TAG_SHIFT | _TAKEN)
                 arena.move(after)
-            at = self._space_at + cursor.ragged_bytes + ALIGNMENT_BYTES
-            arena.write([_FRAME.pack(key, nbytes), *parts], at - _FRAME.size)
+            at = arena.append(cursor, key, parts, nbytes)
             arena.publish(index, tag << _TAG_SHIFT | at // ALIGNMENT_BYTES)
             self._is_hit = True
         except (OSError, MemoryError) as error:  # a store that cannot grow is slower, but not an error
@@ -311,9 +308,8 @@ def _plan(max_bytes: int) -> tuple[int, int, Cursor]:
     return 2 * last, space_at, Cursor(max_bytes, last // 2, max_bytes - _taken_bytes())
 
 
-def _after(cursor: Cursor, claimed_bytes: int) -> Cursor:
-    used_bytes = cursor.used_bytes + claimed_bytes + _ENTRY_COST_BYTES
-    return Cursor(cursor.ragged_bytes + claimed_bytes, cursor.rows + 1, used_bytes, cursor.is_short)
+def _after(cursor: Cursor, space_bytes: int) -> Cursor:
+    return cursor.after(space_bytes, space_bytes + _ENTRY_COST_BYTES)
 
 
 def _log_stopped(_: int) -> None:
