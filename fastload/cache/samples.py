@@ -11,12 +11,12 @@ from fastload.cache.records import PREFIX_AT, decode, is_intact, outline, record
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.store import INDEX_BYTES, index_key
 from fastload.errors import CacheCorruptError, CacheError
-from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
+from fastload.nested.leaf import TEXT_KINDS, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import build_batch, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -106,8 +106,13 @@ class StoredSamples(SampleCache):
         numbers = indices.tolist()
 
         def stacked(records: list[memoryview | None]) -> Any | None:
-            found = list(map(self._checked, records, numbers))
-            return None if None in found else stack_records(cast("list[memoryview]", found), allocate)
+            def check(row: int) -> None:
+                self._checked(records[row], numbers[row])
+
+            if None in records:
+                check(records.index(None))  # a cache that should have it raises
+                return None
+            return stack_records(cast("list[memoryview]", records), allocate, check)
 
         return self.store.lend(list(map(index_key, numbers)), stacked)
 
@@ -119,56 +124,64 @@ class StoredSamples(SampleCache):
 # --- a batch of records -----------------------------------------------------------------------------------
 
 
-def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | None:
+def stack_records(
+    records: Sequence[memoryview], allocate: Allocate, check: Callable[[int], None] = lambda row: None
+) -> Any | None:
     """The batch that default_collate would make of the samples in these records.
 
     Args:
-        records: Intact; not empty.
+        records: Not empty.
         allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
+        check: Raises if the record of a row is damaged. It is called right before the record is copied, which
+            then comes from the processor's cache.
 
     Returns:
         None if the samples differ in structure, or default_collate would not make tensors or lists of them.
     """
-    first = outline(records[0])
+    try:
+        first = outline(records[0])
+    except CacheCorruptError:
+        check(0)
+        raise
     make = tensor_functions()
-    if not all(make.collates(leaf) for leaf in first.spec.leaves):
-        return None
-    if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
+    leaves = first.spec.leaves
+    if not all(make.collates(leaf) and len(leaf.shape) < _MAX_DIMENSIONS for leaf in leaves):
         return None
     size = PREFIX_AT + len(first.prefix)
     end = max((sum(span) for span in first.spans), default=size)
     spans = []
-    for record in records:
+    for row, record in enumerate(records):
         if len(record) >= end and bytes(record[PREFIX_AT:size]) == first.prefix:  # the usual case
             spans.append(first.spans)
             continue
+        check(row)
         other = outline(record)
         if other.spec != first.spec:
+            check(0)
             return None
         spans.append(other.spans)
-    ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
+    ints = [number for number, leaf in enumerate(leaves) if leaf.kind == "int"]
     if any(span[number][1] != INT64_BYTES for span in spans for number in ints):
         return None  # beyond 64 bits
-    columns = [
-        _column(leaf, records, [span[number] for span in spans], allocate)
-        for number, leaf in enumerate(first.spec.leaves)
+    columns: list[Any] = []
+    for leaf in leaves:
+        is_text = leaf.kind in TEXT_KINDS
+        columns.append([] if is_text else allocate((len(records), *leaf.shape), storage_dtype(leaf)))
+    targets = [
+        (number, None if isinstance(column, list) else column.reshape(-1).view(np.uint8).data)
+        for number, column in enumerate(columns)
+        if isinstance(column, list) or column.nbytes
     ]
-    return build_batch(first.spec.node, iter(columns))
-
-
-def _column(
-    leaf: Leaf, records: Sequence[memoryview], spans: Sequence[tuple[int, int]], allocate: Allocate
-) -> Any:
-    """One leaf of all samples: a list of texts, or a tensor `(len(records), ...)`."""
-    if leaf.kind in TEXT_KINDS:
-        return [
-            text_value(leaf.kind, bytes(record[start : start + nbytes]))
-            for record, (start, nbytes) in zip(records, spans, strict=True)
-        ]
-    out = allocate((len(records), *leaf.shape), storage_dtype(leaf))
-    row_bytes = out.nbytes // len(records)
-    if row_bytes:
-        rows = out.reshape(-1).view(np.uint8).data
-        for row, (record, (start, _)) in enumerate(zip(records, spans, strict=True)):
-            rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
-    return tensor_functions().batch_tensor(leaf, out)
+    for row, (record, span) in enumerate(zip(records, spans, strict=True)):
+        check(row)
+        for number, rows in targets:
+            start, nbytes = span[number]
+            if rows is None:
+                columns[number].append(text_value(leaves[number].kind, bytes(record[start : start + nbytes])))
+            else:
+                rows[row * nbytes : (row + 1) * nbytes] = record[start : start + nbytes]
+    batch = (
+        column if isinstance(column, list) else make.batch_tensor(leaf, column)
+        for leaf, column in zip(leaves, columns, strict=True)
+    )
+    return build_batch(first.spec.node, batch)
