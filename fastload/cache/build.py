@@ -118,7 +118,6 @@ def build_lmdb(
                 samples = StoredSamples(store, len(dataset))
                 for index in known:
                     samples.put(index, known[index])
-                store.flush()
                 source = _Samples(dataset, samples)
                 failed = _fill(source, path, num_workers, on_error, max_errors, progress)
                 indices = [sample.index for sample in failed]
@@ -268,7 +267,6 @@ def _publish(path: str, *, force: bool) -> None:
         else:
             try:
                 os.link(partial, path)  # unlike a rename, it replaces no file that came meanwhile
-                os.unlink(partial)
             except FileExistsError:
                 raise CacheError(
                     f"another program created {path} while the cache was built; it was not changed. The "
@@ -276,9 +274,7 @@ def _publish(path: str, *, force: bool) -> None:
                 ) from None
             except OSError:  # a file system without hard links
                 os.rename(partial, path)
-        for beside in BESIDE[1:]:  # a build that was killed in its last steps leaves them
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(partial + beside)
+        _remove(partial)  # and what a build leaves that was killed in its last steps
         sync_directory(os.path.dirname(path))
 
 
@@ -380,10 +376,10 @@ def build_files(
         store = source.store
         try:
             if not store.meta["finished"]:
-                options = num_workers, on_error, max_errors, progress
-                left_out = _fill(source, path, *options)
-                if source.learns():  # from the first images, what is best stored of all
-                    left_out = _fill(source, path, *options)
+                for _ in range(2):
+                    left_out = _fill(source, path, num_workers, on_error, max_errors, progress)
+                    if not source.learns():  # else the first images show what is best stored of all
+                        break
                 store.finish()
                 _warn(path, len(left_out), len(dataset))
             if not is_there:

@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -217,11 +218,9 @@ class LMDBCache(StoredSamples):
             return self._spec
         text = self._description.spec
         spec = None if text is None else Spec.parse(text.encode("ascii"))
-        try:
-            pickle.dumps(spec)
-        except CacheError:
-            return None
-        return spec
+        with contextlib.suppress(CacheError):
+            return spec if pickle.dumps(spec) else None
+        return None
 
     def _open(self) -> LmdbStore:
         with _opening:  # of the threads that meet an unpickled cache, one opens it
@@ -439,5 +438,5 @@ def check_source(cache: LMDBCache, here: Description) -> None:
             "Other samples, such as edited labels, are as they were when it was built. Build it with "
             "cache_key=, and change the key and the path with the samples"
         )
-    matching = "fingerprint matches" if is_known else "number of samples and its sample 0 match"
-    cache.reason = f"opened, because its {matching} the dataset"
+    what = "fingerprint matches" if is_known else "number of samples and its sample 0 match"
+    cache.reason = f"opened, because its {what} the dataset"

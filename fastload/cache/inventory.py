@@ -130,11 +130,7 @@ def _with_others(found: list[str], path: str) -> list[str]:
 
 def size_of(files: list[str]) -> int:
     """The size of these files in bytes."""
-    nbytes = 0
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):  # a process that builds has removed its own file
-            nbytes += os.lstat(file).st_size
-    return nbytes
+    return sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
 
 
 def is_ours(path: str) -> bool:

@@ -138,11 +138,8 @@ def stack_records(
     Returns:
         None if the samples differ in structure, or default_collate would not make tensors or lists of them.
     """
-    try:
-        first = outline(records[0])
-    except CacheCorruptError:
-        check(0)
-        raise
+    check(0)
+    first = outline(records[0])
     make = tensor_functions()
     leaves = first.spec.leaves
     if not all(make.collates(leaf) and len(leaf.shape) < _MAX_DIMENSIONS for leaf in leaves):
@@ -157,7 +154,6 @@ def stack_records(
         check(row)
         other = outline(record)
         if other.spec != first.spec:
-            check(0)
             return None
         spans.append(other.spans)
     ints = [number for number, leaf in enumerate(leaves) if leaf.kind == "int"]
