@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.context import BaseContext
 
-    from fastload.cache.file_cache import FileCache
-
 
 @dataclass(kw_only=True)
 class Plan:
@@ -30,7 +28,7 @@ class Plan:
         batch_transform: Called with each batch; its result is the batch.
         seeds_pipelines: Whether transforms of albumentations and MONAI get random streams.
         seeds_samples: Whether each sample is seeded (``seeding="sample"``).
-        file_cache: Remembers the files that are decoded; None: nothing does.
+        file_cache: A `FileCache`, which remembers the files that are decoded; None: nothing does.
         needs_keys: Whether what makes a batch draws by its key.
         worker_init_fn: As in torch's loader.
         base_seed: The seed drawn when the iterator was made.
@@ -56,7 +54,7 @@ class Plan:
     batch_transform: Callable[[Any], Any] | None
     seeds_pipelines: bool
     seeds_samples: bool
-    file_cache: FileCache | None
+    file_cache: Any
     needs_keys: bool
     worker_init_fn: Callable[[int], Any] | None
     base_seed: int
