@@ -10,6 +10,8 @@ import copy
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastload.batch.failures import FailureCount
 from fastload.batch.packing import nbytes_of
 from fastload.epochs.iterator import EpochIterator, raise_remote
@@ -150,6 +152,7 @@ class WholeBatches:
     def begin(self, worker_id: int) -> None:
         """Begin, as torch's `worker_init_fn`."""
         self._id = worker_id
+        self._plan.base_seed = torch.initial_seed() - worker_id  # torch drew it after the plan was made
         self._buffers = BufferPool(self._plan.max_bytes // self._plan.num_workers)
         self._maker = BatchMaker(worker_id, self._plan.load, self._buffers, None)
         self._maker.begin()
