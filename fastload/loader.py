@@ -8,6 +8,7 @@ drop, or re-create from its public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 import types
@@ -17,31 +18,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import position
+from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import explain_cache, look_at_cache, recorder_of, state_of
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats
-from fastload.epochs.through_torch import torch_iterator
-from fastload.epochs.with_workers import WorkerIterator
-from fastload.epochs.without_workers import LocalIterator
+from fastload.epochs.torch_path import torch_iterator
 from fastload.readers import patches
 from fastload.rng.generators import tell_of_other_draws, warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.system.notes import add_note, suggest_arguments
+from fastload.system.torch_private import is_data_pipe
 from fastload.workers import process
-from fastload.workers.settings import (
-    OPTION_NAMES,
-    LoaderSettings,
-    Options,
-    default_options,
-    pool_type_of,
-    shown_worker_type,
-)
+from fastload.workers.settings import CHECKS, check_values, check_with, pool_type_of, shown_worker_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -78,7 +71,7 @@ def _is_number_of_workers(value: Any) -> bool:
     return value == 0 or hasattr(type(value), "__index__")
 
 
-class DataLoader(LoaderSettings):
+class DataLoader(torch.utils.data.DataLoader[Any]):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
     Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
@@ -164,6 +157,18 @@ class DataLoader(LoaderSettings):
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
+    memory_format: torch.memory_format | None
+    max_prefetch_memory: int | float | str
+    seeding: str
+    worker_type: str | RayWorkers
+    device: str | int | torch.device | None
+    batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
+    device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
+    on_error: str | Callable[..., Any]
+    max_errors: int | float
+    max_worker_restarts: int
+    cache: str | None
+
     @suggest_arguments
     def __init__(
         self,
@@ -197,10 +202,6 @@ class DataLoader(LoaderSettings):
         max_worker_restarts: int = 0,
         cache: str | None = None,
     ) -> None:
-        # The signature alone lists the arguments: `locals()` has them by name, ours and torch's. torch's
-        # `__setattr__` refuses some names once its constructor has run, and subclasses have their own, so
-        # what we set beside torch goes through vars(self).
-        arguments = dict(locals())
         if num_workers != "auto" and not _is_number_of_workers(num_workers):
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
         if generator is not None and not isinstance(generator, torch.Generator):
@@ -208,19 +209,48 @@ class DataLoader(LoaderSettings):
                 "generator should be a torch.Generator, such as torch.Generator().manual_seed(1), but got "
                 f"{generator!r}"
             )
-        options = Options(**{name: arguments.pop(name) for name in OPTION_NAMES})
-        if num_workers == "auto":
-            arguments["num_workers"] = _auto_workers(worker_type)
-        for name in ("self", "__class__"):
-            del arguments[name]
-        # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere.
+        options = {
+            "memory_format": memory_format,
+            "max_prefetch_memory": max_prefetch_memory,
+            "seeding": seeding,
+            "worker_type": worker_type,
+            "device": device,
+            "batch_transform": batch_transform,
+            "device_transform": device_transform,
+            "on_error": on_error,
+            "max_errors": max_errors,
+            "max_worker_restarts": max_worker_restarts,
+            "cache": cache,
+        }
+        check_values(options)
+        # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere. torch's
+        # `__setattr__` refuses some names once its constructor has run, and subclasses have their own, so
+        # what we set beside torch goes through vars(self).
         vars(self)["worker_type"] = worker_type
         has_note = _LIGHTNINGS_NOTE in vars(self)
-        super().__init__(**arguments)
+        super().__init__(
+            dataset=dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=_auto_workers(worker_type) if num_workers == "auto" else num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
         if not has_note and _LIGHTNINGS_NOTE in vars(self):
-            vars(self)[_LIGHTNINGS_NOTE] |= vars(options)
-        options.check_with(self)
-        vars(self).update(vars(options))
+            vars(self)[_LIGHTNINGS_NOTE] |= options
+        check_with(options, self)
+        vars(self).update(options)
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs."""
@@ -230,10 +260,11 @@ class DataLoader(LoaderSettings):
 
     def __setattr__(self, name: str, value: Any) -> None:
         settings = vars(self)
-        if name in OPTION_NAMES and settings.keys() >= set(OPTION_NAMES):  # else a constructor is at work
-            old = {option: settings[option] for option in OPTION_NAMES}
+        if name in CHECKS and settings.keys() >= CHECKS.keys():  # else a constructor is at work
+            old = {option: settings[option] for option in CHECKS}
             try:
-                Options(**{**old, name: value}).check_with(self)
+                check_values({**old, name: value})
+                check_with({**old, name: value}, self)
             except (TypeError, ValueError) as error:
                 add_note(
                     error,
@@ -313,11 +344,11 @@ class DataLoader(LoaderSettings):
                 pass
         persistent: Any = self._iterator
         workers = getattr(persistent, "source", persistent)
-        if isinstance(workers, WorkerIterator) and not workers.is_ours:
+        if isinstance(workers, Epoch) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
         elif isinstance(persistent, EpochIterator) and (
             # A notebook's user who stops a cell runs it again.
-            state.has_new_settings or (isinstance(workers, WorkerIterator) and workers.was_interrupted)
+            state.has_new_settings or (isinstance(workers, Epoch) and workers.was_interrupted)
         ):
             persistent.close()
             self._iterator = None
@@ -357,23 +388,25 @@ class DataLoader(LoaderSettings):
         if reason is not None:
             self._reject_torch(reason)
             log.debug("this loader uses torch's own iterator: %s", reason)
+            if is_data_pipe(self.dataset):
+                return super()._get_iterator()
             iterator = torch_iterator(
-                self, reason, pins=backend is not None and backend.device.type == "cuda"
+                self, reason, default_options(), pins=backend is not None and backend.device.type == "cuda"
             )
-        elif self.num_workers == 0:
-            iterator = LocalIterator(self)
         else:
-            self.check_worker_number_rationality()
-            iterator = WorkerIterator(self, backend)
+            if self.num_workers:
+                self.check_worker_number_rationality()
+            iterator = Epoch(self, backend)
         state.iterators[iterator] = None
         return iterator
 
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
+        is_pipe = is_data_pipe(self.dataset)
         settings = {
             shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
-            'seeding="sample"': self.seeding == "sample",
-            f"on_error={self.on_error!r}": self.on_error != "raise",
+            f"device={self.device!r}": is_pipe and self.device is not None,
+            "batch_transform": is_pipe and self.batch_transform is not None,
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
         for setting, is_set in settings.items():
@@ -382,7 +415,7 @@ class DataLoader(LoaderSettings):
 
     def _why_torch(self) -> str | None:
         """Why this loader must use torch's own iterator; None if it uses fastload's."""
-        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+        if is_data_pipe(self.dataset):
             return "the dataset is a DataPipe"
         if self.num_workers == 0:
             return None
@@ -489,6 +522,13 @@ class DataLoader(LoaderSettings):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@functools.cache
+def default_options() -> dict[str, Any]:
+    """The arguments that torch's loader lacks, and their defaults."""
+    parameters = inspect.signature(DataLoader.__init__).parameters
+    return {name: parameters[name].default for name in CHECKS}
 
 
 def _is_of_monai(init: Any) -> bool:

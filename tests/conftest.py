@@ -53,7 +53,7 @@ import os, warnings
 os.environ["OMP_NUM_THREADS"] = "1"
 warnings.filterwarnings("error", category=UserWarning)
 import albumentations, torch, torch._dynamo, skimage.data, skimage.io
-import fastload.cache.dataset, fastload.cli.main, fastload.epochs.with_workers
+import fastload.cache.dataset, fastload.cli.main, fastload.epochs.epoch
 """
 # Imported once by the fork server, before it forks workers; with torch's loader each would import torch.
 PRELOADED = (

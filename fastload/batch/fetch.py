@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import operator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,35 +35,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fastload.batch.dataset_state import DatasetState
+    from fastload.batch.plan import Plan
     from fastload.batch.source import BatchSource
     from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
     from fastload.rng.sample_rng import SampleSeeder
-
-
-@dataclass(kw_only=True)
-class FetchSettings:
-    """How batches are made.
-
-    Attributes:
-        is_iterable: Whether the dataset is iterable-style.
-        auto_collation: Whether batches are lists of samples that are collated.
-        collate_fn: As in torch's loader.
-        drop_last: Whether an iterable dataset's last batch is left out if it is short.
-        channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
-        on_error: `"raise"`, `"replace"`, or a function; see `failures`.
-        replacements: Indices that can replace an unreadable sample; empty: the indices of the same batch.
-        batch_transform: Called with each batch; its result is the batch.
-    """
-
-    is_iterable: bool
-    auto_collation: bool
-    collate_fn: Callable[[Any], Any]
-    drop_last: bool
-    channels_last: bool
-    on_error: Any = "raise"
-    replacements: Sequence[Any] = ()
-    batch_transform: Callable[[Any], Any] | None = None
 
 
 # Kept for batches before their transform; a larger batch gets its own memory.
@@ -87,8 +62,7 @@ class Fetcher:
     """Fetches and collates batches of one dataset.
 
     Args:
-        settings: How batches are made.
-        dataset: The dataset to read; this calls ``iter`` on an iterable one.
+        plan: How batches are made; this calls ``iter`` on an iterable dataset.
         allocator: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         seeder: Sets the generators before each sample; None lets them continue.
@@ -105,8 +79,7 @@ class Fetcher:
 
     def __init__(
         self,
-        settings: FetchSettings,
-        dataset: Any,
+        plan: Plan,
         allocator: BumpAllocator,
         *,
         in_worker: bool,
@@ -115,29 +88,29 @@ class Fetcher:
         worker_id: int | None = None,
         reading: Callable[[], AbstractContextManager[None] | None] | None = None,
     ) -> None:
-        self._dataset = dataset
+        self._dataset = dataset = plan.dataset
         self._reading = reading
         self._seeder = seeder
-        self.reader = DatasetReader(dataset, is_iterable=settings.is_iterable, state=dataset_state)
-        self._auto_collation = settings.auto_collation
-        self._collate_fn = settings.collate_fn
-        self._drop_last = settings.drop_last
-        self._transform = settings.batch_transform
+        self.reader = DatasetReader(dataset, is_iterable=plan.is_iterable, state=dataset_state)
+        self._auto_collation = plan.auto_collation
+        self._collate_fn = plan.collate_fn
+        self._drop_last = plan.drop_last
+        self._transform = plan.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
             self._results = allocating_in(allocator)
             allocator.scratch = self._scratch = allocator.scratch or BufferPool(_SCRATCH_BYTES)
             allocator = self._scratch
         self._allocator = allocator
-        self._channels_last = settings.channels_last
+        self._channels_last = plan.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
-        self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=settings.channels_last)
+        self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=plan.channels_last)
         self._stack_memory = allocator if in_worker else None
         self._stacking = allocating_in(self._stack_memory)
-        self._source = None if settings.is_iterable else batch_source_of(dataset)
-        self._expects = not settings.is_iterable and expects(dataset)
+        self._source = None if plan.is_iterable else batch_source_of(dataset)
+        self._expects = not plan.is_iterable and expects(dataset)
         self.replacer: Replacer | None = None
-        if settings.on_error != "raise":
-            self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
+        if plan.on_error != "raise":
+            self.replacer = Replacer(plan.on_error, plan.replacements, worker_id)
         # Whether nothing but ``dataset[index]`` makes a sample, one by one.
         self._is_plain = seeder is None and self.replacer is None and not self._expects
         self.num_samples = 0

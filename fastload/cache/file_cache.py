@@ -104,11 +104,6 @@ class FileCache:
         with ends.met() or contextlib.nullcontext(), self._decode_cache.active():
             yield
 
-    def read_for_good(self) -> None:
-        """Remember the files that this thread decodes from now on: for the main thread of a worker."""
-        self._for_good = self.reading()  # collecting it would end it
-        self._for_good.__enter__()
-
     def explain(self) -> str:
         """What happens, and what is remembered, in one line."""
         store, nbytes = self.store, self.store.nbytes

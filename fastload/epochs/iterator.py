@@ -1,18 +1,20 @@
-"""The base classes of all iterators over an epoch."""
+"""The base class of all iterators over an epoch."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
+from fastload.system.notes import add_place
+from fastload.workers.batch_maker import AT_START
 
 if TYPE_CHECKING:
+    import weakref
+
     from fastload.epochs.position import Position
     from fastload.epochs.stats import Clock, Size
-    from fastload.workers.settings import LoaderSettings
+    from fastload.system.remote_error import RemoteError
 
 
 class EpochIterator:
@@ -25,14 +27,17 @@ class EpochIterator:
         turn: Held by the one thread that takes and counts batches.
         clock: Measures the epoch; None: an iterator around this one measures.
         num_measured_workers: The number of workers; None: they do not report how busy they are.
+        num_taken: How many batches of the epoch the caller has with the one that `next_sized` returned last;
+            None: all that were fetched.
         device_wait_ns: How long `next` has waited for the device to catch up, not for data, so far.
     """
 
-    owner: weakref.ref[LoaderSettings]
+    owner: weakref.ref[Any]
     position: Position
     turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
     num_measured_workers: int | None = None
+    num_taken: int | None = None
     device_wait_ns: int = 0
 
     def next_sized(self) -> tuple[Any, Size]:
@@ -42,11 +47,6 @@ class EpochIterator:
     def poll_sized(self) -> tuple[Any, Size] | None:
         """As `next_sized`; None if the batch would have to be waited for, where the iterator can tell."""
         return self.next_sized()
-
-    @property
-    def num_taken(self) -> int:
-        """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
-        return self.position.num_fetched
 
     def __next__(self) -> Any:
         clock = self.clock
@@ -73,22 +73,20 @@ class EpochIterator:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""
 
 
-class HostIterator(EpochIterator, BaseDataLoaderIter):
-    """The base of the iterators with and without workers: torch's, minus 5 us per batch.
+def raise_remote(remote_error: RemoteError, batch: str, unknown_place: str = "") -> NoReturn:
+    """Raise the error that a caller gets instead of a batch, with a note of where it occurred.
 
-    torch's `__next__` labels each batch in the profile; this one does so only while a profiler is on.
+    Args:
+        remote_error: The error.
+        batch: The batch and the worker, in words.
+        unknown_place: What to say if the error does not say its place.
     """
-
-    def __init__(self, loader: LoaderSettings) -> None:
-        super().__init__(loader)
-        self.owner = weakref.ref(loader)
-        self.num_measured_workers = self._num_workers
-
-    def next_sized(self) -> tuple[Any, Size]:
-        """The next batch and its size."""
-        if needs_torch_next(self):
-            batch_and_size: tuple[Any, Size] = super(EpochIterator, self).__next__()
-            return batch_and_size
-        batch_and_size = self._next_data()
-        self._num_yielded += 1
-        return batch_and_size
+    try:
+        remote_error.reraise()
+    except BaseException as error:
+        place = remote_error.place or unknown_place
+        who = batch.partition(", ")[2] if place == AT_START else batch
+        add_place(error, f"{who}, {place}")
+        raise
+    finally:
+        del remote_error  # an error of this process has a traceback that holds this frame

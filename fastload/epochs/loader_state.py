@@ -53,7 +53,7 @@ class LoaderState:
     # on_device.py: by device, its backend and the one stream that all epochs copy on
     copy_streams: dict[str, tuple[Backend, Any]] = field(default_factory=dict)
 
-    # without_workers.py: buffers whose pages stay warm between epochs, and their current user
+    # inline_pool.py: buffers whose pages stay warm between epochs, and their current user
     buffers: tuple[BufferPool, weakref.ref[Any]] | None = None
 
     # What `cache=` has opened; closed by close()

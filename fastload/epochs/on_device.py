@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.epochs.position import Position
     from fastload.epochs.stats import Size
-    from fastload.workers.settings import LoaderSettings
 
 DEPTH = 2
 
 
-def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | None:
+def choose_device(loader: Any) -> tuple[Backend, Any] | None:
     """The backend and copy stream of this loader; None for the CPU.
 
     Raises:
@@ -40,7 +39,7 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | None:
     """
     copy_streams, name = state_of(loader).copy_streams, str(loader.device)
     if name not in copy_streams:
-        backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
+        backend = choose_backend(loader.device, "DataLoader")
         if backend is None:
             return None
         # One stream for the life of the loader: torch's allocator reuses memory within a stream only.
@@ -60,7 +59,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         source: As given.
     """
 
-    def __init__(self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | None) -> None:
+    def __init__(self, loader: Any, source: Any, device: tuple[Backend, Any] | None) -> None:
         self.owner = weakref.ref(loader)
         self.source = source
         self.num_measured_workers = source.num_measured_workers
@@ -71,11 +70,11 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self.turn = threading.RLock()  # threads can share the iterator
         self._begin(loader)
 
-    def _begin(self, loader: LoaderSettings) -> None:
+    def _begin(self, loader: Any) -> None:
         self.position = position = self.source.position
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
-            self._transform = EpochTransform(loader, position, "device_transform")
+            self._transform = EpochTransform(loader, position)
         if self._device is not None:
             self._ahead = ahead = _FetchedAhead(self.source, position)
             next_transform = None if self._transform is None else self._transform.of_fetched
@@ -105,14 +104,14 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         return batch, size
 
     @property
-    def num_taken(self) -> int:
+    def num_taken(self) -> int | None:  # type: ignore[override]  # as above
         """How many batches of the epoch the caller has with the one that `next_sized` returned last."""
-        return self.position.num_fetched if self._prefetcher is None else self._ahead.num_taken
+        return None if self._prefetcher is None else self._ahead.num_taken
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this with persistent workers."""
         self.source._reset(loader, first_iter)  # if it fails, the old epoch continues
         self._end_prefetching()

@@ -31,7 +31,7 @@ from fastload.system.checks import as_int, integer
 from fastload.system.logs import log, say_once
 from fastload.system.notes import short_repr
 from fastload.system.remote_error import RemoteError
-from fastload.system.torch_private import has_auto_collation, index_sampler, is_iterable
+from fastload.system.torch_private import has_auto_collation, index_sampler, is_data_pipe, is_iterable
 from fastload.workers.settings import pool_type_of
 
 if TYPE_CHECKING:
@@ -384,19 +384,19 @@ class Position:
         self.fetched_key = None if number is None else counted
         self.ahead.append((index, worker, dataset_state))
 
-    def receive_until(self, number: int) -> None:
-        """Record that the caller receives fetched batches, until it has received this number.
+    def receive_until(self, number: int | None) -> None:
+        """Record that the caller receives fetched batches, until it has received this number; None: all.
 
         A batch with an error instead of it counts with the next one, so a state between the two repeats it.
         """
-        while self.ahead and self.num_received < number:
+        while self.ahead and (number is None or self.num_received < number):
             self._advance(*self.ahead[0])
             del self.ahead[0]  # no call since the last line of `_advance`, so no signal either
 
     def receive_end(self) -> None:
         """Record that the caller sees the end, if this is the end."""
         if self.has_ended:
-            self.receive_until(self.num_fetched)
+            self.receive_until(None)
             self.is_finished = True
 
     def _advance(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
@@ -670,9 +670,10 @@ def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
     An error would end training while it saves a checkpoint.
     """
     state, kind = state_of(loader), type(loader)
-    is_counted = state.position is not None or state.loaded is not None
+    is_known = state.position is not None or state.loaded is not None or state.has_warned
     methods: list[Any] = [kind.__iter__, kind._get_iterator]
-    if is_counted or state.has_warned or all(m.__module__.startswith("fastload.") for m in methods):
+    is_ours = all(method.__module__.startswith("fastload.") for method in methods)
+    if is_known or (is_ours and not is_data_pipe(loader.dataset)):
         return
     state.has_warned = True
     log.warning(

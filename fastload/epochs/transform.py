@@ -17,26 +17,23 @@ if TYPE_CHECKING:
 
     from fastload.epochs.position import Position
     from fastload.rng.keys import BatchKey
-    from fastload.workers.settings import LoaderSettings
 
 
 class EpochTransform:
-    """A loader's `device_transform` in one epoch, or its `batch_transform` if torch's workers make batches.
+    """A loader's `device_transform` in one epoch.
 
     Args:
         loader: The loader.
         position: The position of the epoch.
-        name: The loader's argument: "batch_transform" or "device_transform".
     """
 
-    def __init__(self, loader: LoaderSettings, position: Position, name: str) -> None:
-        function = getattr(loader, name)
+    def __init__(self, loader: Any, position: Position) -> None:
+        function = loader.device_transform
         self._function = compose(function)
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._position = position
         self._auto_collation = has_auto_collation(loader)
-        is_second = name == "device_transform" and loader.batch_transform is not None
-        self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
+        self._first_call = 0 if loader.batch_transform is None else AFTER_BATCH_TRANSFORM
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""

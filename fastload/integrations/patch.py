@@ -46,13 +46,13 @@ def patch_torch(**defaults: Any) -> None:
         ValueError: A value that `fastload.DataLoader` does not accept.
     """
     from fastload.loader import DataLoader
-    from fastload.workers.settings import OPTION_NAMES
+    from fastload.workers.settings import CHECKS
 
     for name in defaults:
-        if name not in OPTION_NAMES:
+        if name not in CHECKS:
             raise TypeError(
                 f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's "
-                f"loader lacks: {', '.join(sorted(OPTION_NAMES))}"
+                f"loader lacks: {', '.join(sorted(CHECKS))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
     patch(defaults)

@@ -12,7 +12,6 @@ import fastload.loader
 from fastload.batch.loader_collate import carried_settings
 from fastload.integrations.state import state
 from fastload.system.notes import add_note
-from fastload.workers.settings import default_options
 
 # Its position among the arguments.
 _COLLATE_FN = list(inspect.signature(torch.utils.data.DataLoader).parameters).index("collate_fn")
@@ -50,5 +49,5 @@ class DataLoader(fastload.loader.DataLoader):
 
 
 # A derived class that calls torch's constructor by name after unpatch_torch() sets none of these.
-for _name, _default in default_options().items():
+for _name, _default in fastload.loader.default_options().items():
     setattr(DataLoader, _name, _default)

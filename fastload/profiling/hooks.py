@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch import fetch as own_fetch
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
+from fastload.epochs.torch_path import WholeBatches
 from fastload.profiling import probes
 from fastload.profiling.line_sampler import LineSampler
 from fastload.profiling.recording import Event, Recording
@@ -39,8 +40,7 @@ if TYPE_CHECKING:
 # Functions of the consumer's process that pin batches or copy them to a device: module, name, stage.
 # Tensor.to() itself is not among them: torch.compile would trace into its replacement.
 COPIES = (
-    ("fastload.epochs.with_workers", "pin_batch", probes.PIN),
-    ("fastload.epochs.without_workers", "pin_batch", probes.PIN),
+    ("fastload.device.pinning", "pin_batch", probes.PIN),
     ("accelerate.data_loader", "send_to_device", probes.COPY),
     ("lightning.pytorch.core.hooks", "move_data_to_device", probes.COPY),
     ("lightning.fabric.fabric", "move_data_to_device", probes.COPY),
@@ -201,7 +201,8 @@ def _hooked_thread(original: Callable[..., None]) -> Callable[..., None]:
 def _hooked_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
     def fetch(fetcher: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = ProcessRecorder.current
-        if recorder is None:
+        # torch's fetcher asks `WholeBatches` for batches, which fastload's fetcher makes.
+        if recorder is None or isinstance(vars(fetcher).get("dataset"), WholeBatches):
             return original(fetcher, index, *args, **kwargs)
         for attribute in ("collate_fn", "_collate_fn"):  # torch's name and fastload's
             collate = vars(fetcher).get(attribute)

@@ -17,7 +17,7 @@ import torch
 from torch import _utils as torch_utils
 from torch.autograd import profiler
 from torch.utils import _pytree
-from torch.utils.data import IterableDataset, _utils, dataloader
+from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, _utils, dataloader
 
 from fastload.system.logs import say_once
 
@@ -40,9 +40,8 @@ def _find(owner: Any, name: str, instead: Any, cost: str) -> Any:
     return instead
 
 
-# The base of all iterators, and those without and with workers: since 1.2.
+# The base of all iterators, and the one with workers: since 1.2.
 BaseDataLoaderIter = dataloader._BaseDataLoaderIter
-SingleProcessDataLoaderIter = dataloader._SingleProcessDataLoaderIter
 MultiProcessingDataLoaderIter = dataloader._MultiProcessingDataLoaderIter
 # Errors in transit from a worker: since 1.2; before, it was in torch.utils.data._utils.
 ExceptionWrapper = torch_utils.ExceptionWrapper
@@ -81,6 +80,14 @@ def _name_in(error: AttributeError, owner: Any) -> str:
     """The full name of what an attribute error misses."""
     of = owner if error.obj is None else error.obj
     return f"{getattr(of, '__name__', type(of).__name__)}.{error.name}"
+
+
+def is_data_pipe(dataset: Any) -> bool:
+    """Whether a dataset is one of torch's DataPipes, which its iterators treat in ways of their own."""
+    return isinstance(dataset, (IterDataPipe, MapDataPipe))
+
+
+MAP_STYLE = dataloader._DatasetKind.Map  # since 1.2
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:

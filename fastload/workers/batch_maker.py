@@ -32,9 +32,9 @@ from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.batch.plan import Plan
     from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
-    from fastload.workers.worker_spec import WorkerSpec
 
 AT_START = "at its start"  # the place of an error that is the reply to every request
 
@@ -44,7 +44,7 @@ class BatchMaker:
 
     Args:
         worker_id: 0 to num_workers - 1.
-        load_spec: Returns the worker's spec; called in the worker. A thread's spec has the thread's copies of
+        load_plan: Returns the worker's plan; called in the worker. A thread's plan has the thread's copies of
             the dataset and the collate_fn.
         allocator: The memory of batches; the transport begins and ends it around each reply.
         to_payload: Called with each batch; returns the payload of its reply. Its errors are those of the
@@ -59,7 +59,7 @@ class BatchMaker:
     def __init__(
         self,
         worker_id: int,
-        load_spec: Callable[[], WorkerSpec],
+        load_plan: Callable[[], Plan],
         allocator: BumpAllocator,
         to_payload: Callable[[Any], Any] | None,
         *,
@@ -67,13 +67,13 @@ class BatchMaker:
     ) -> None:
         self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
         self._id = worker_id
-        self._load_spec = load_spec
+        self._load_plan = load_plan
         self._allocator = allocator
         self._to_payload = to_payload
         self._is_thread = is_thread
         # What ends a process must not end a thread silently.
         self._caught = BaseException if is_thread else Exception
-        self._spec: WorkerSpec | None = None  # once the worker has begun
+        self._plan: Plan | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
         self._keeps_states = False  # whether each reply has the state of the dataset
         # The time and the counts at the previous reply, and how long the worker has waited since then.
@@ -87,26 +87,26 @@ class BatchMaker:
         try:
             if not self._is_thread:
                 _be_quiet()
-            spec = self._load_spec()
-            seed = spec.base_seed + self._id
+            plan = self._load_plan()
+            seed = plan.base_seed + self._id
             if self._is_thread:
-                info = seeding.WorkerInfo(self._id, spec.num_workers, seed, spec.dataset, "thread")
+                info = seeding.WorkerInfo(self._id, plan.num_workers, seed, plan.dataset, "thread")
                 seeding.work_as(info)
             else:
-                self._take_process(spec, seed)
+                self._take_process(plan, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
-            streams = seeding.WorkerStreams(seed, role) if spec.seeds_pipelines else None
+            streams = seeding.WorkerStreams(seed, role) if plan.seeds_pipelines else None
             set_worker_source(streams, is_thread=self._is_thread)
-            if spec.worker_init_fn is not None:
-                spec.worker_init_fn(self._id)
-            self._spec = spec
+            if plan.worker_init_fn is not None:
+                plan.worker_init_fn(self._id)
+            self._plan = plan
         except self._caught:  # the reply to every index
             self._error = RemoteError.current(self.where, AT_START)
         self._take_counters()  # those of the start belong to no batch
 
     def is_busy_when_idle(self) -> bool:
         """Do now what nobody waits for; returns whether some of it is left, as others are at it."""
-        cache = None if self._spec is None else self._spec.file_cache
+        cache = None if self._plan is None else self._plan.file_cache
         return cache is not None and not cache.flush()
 
     def waited(self, since_ns: int) -> None:
@@ -123,11 +123,11 @@ class BatchMaker:
         reasons = cache_counts.take_reasons()
         return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, reasons)
 
-    def _take_process(self, spec: WorkerSpec, seed: int) -> None:
-        keep_freed_memory(spec.num_workers, spec.kept_bytes)
-        seeding.seed_libraries(spec.base_seed, self._id)
+    def _take_process(self, plan: Plan, seed: int) -> None:
+        keep_freed_memory(plan.num_workers, plan.kept_bytes)
+        seeding.seed_libraries(plan.base_seed, self._id)
         # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
-        set_worker_info(self._id, spec.num_workers, seed, spec.dataset)
+        set_worker_info(self._id, plan.num_workers, seed, plan.dataset)
         install_slot_rules()
 
     def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
@@ -137,18 +137,18 @@ class BatchMaker:
             epoch: For a dataset that has a set_epoch(); None: it knows it, or the user set none.
             dataset_state: From which the copy of the dataset continues; None: it has no state.
         """
-        spec = self._spec
-        if spec is None:
+        plan = self._plan
+        if plan is None:
             return
         self._fetcher = None
         try:
-            if epoch is not None and callable(getattr(spec.dataset, "set_epoch", None)):
-                spec.dataset.set_epoch(epoch)
+            if epoch is not None and callable(getattr(plan.dataset, "set_epoch", None)):
+                plan.dataset.set_epoch(epoch)
             if dataset_state is not None:
                 dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
-                spec, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
+                plan, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
             )
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
@@ -160,8 +160,8 @@ class BatchMaker:
             index: The index, or list of indices, from the sampler.
             key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         """
-        spec, fetcher = self._spec, self._fetcher
-        if spec is None or fetcher is None:
+        plan, fetcher = self._plan, self._fetcher
+        if plan is None or fetcher is None:
             return BatchReply(ReplyKind.ERROR, self._error, counters=self._take_counters())
         try:
             batch = fetcher.fetch(index, key)
@@ -170,7 +170,7 @@ class BatchMaker:
             if fetcher.replacer is not None:
                 reply.failed = tuple(fetcher.replacer.failed)
         except self._caught as error:  # every error of user code is sent to the consumer
-            if isinstance(error, StopIteration) and spec.is_iterable:
+            if isinstance(error, StopIteration) and plan.is_iterable:
                 reply = BatchReply(ReplyKind.ENDED)
             else:
                 reply = BatchReply(ReplyKind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
@@ -187,7 +187,7 @@ class BatchMaker:
 
 
 def make_fetcher(
-    spec: WorkerSpec,
+    plan: Plan,
     allocator: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
@@ -196,21 +196,20 @@ def make_fetcher(
 ) -> Fetcher:
     """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
     seeder = None
-    if spec.seeds_samples:
+    if plan.seeds_samples:
         seeder = SampleSeeder(
-            spec.dataset,
-            spec.collate_fn,
+            plan.dataset,
+            plan.collate_fn,
             role="local" if worker_id is None else "thread" if is_thread else "process",
         )
     return Fetcher(
-        spec,
-        spec.dataset,
+        plan,
         allocator,
         in_worker=worker_id is not None and not is_thread,
         seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
-        reading=ends.met if spec.file_cache is None else spec.file_cache.reading,
+        reading=ends.met if plan.file_cache is None else plan.file_cache.reading,
     )
 
 

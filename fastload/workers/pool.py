@@ -1,4 +1,4 @@
-"""The contract of a pool of workers, which worker processes, threads and Ray actors fulfill.
+"""The contract of a pool of workers: of processes, threads and Ray actors, and of none.
 
 A pool knows nothing of samplers and epochs' orders: it takes requests for batches of a worker, and returns
 each worker's replies in the order of its requests. `settings` has the pools by name.
@@ -8,65 +8,24 @@ from __future__ import annotations
 
 import abc
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastload.errors import LoaderClosedError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from multiprocessing.context import BaseContext
 
     from fastload.batch.dataset_state import DatasetState
+    from fastload.batch.plan import Plan
     from fastload.device.devices import Backend
     from fastload.workers.messages import PendingBatch, WorkerCounters
-    from fastload.workers.worker_spec import WorkerSpec
 
 # How long workers have to finish their current sample when the pool is closed.
 GRACE_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolSettings:
-    """What the consumer decides for its pool; each type of pool reads what concerns it.
-
-    Attributes:
-        count: Called with the counters of workers, in any thread.
-        pin: Called with each batch in the worker thread that made it; the caller gets the result. None: no
-            change.
-        context: The multiprocessing context that starts worker processes.
-        prefetch_factor: How many batches each worker can be ahead.
-        max_bytes: Upper bound on the memory for batches.
-        num_restarts: How many dead workers can be replaced; their unfinished batches are made again.
-        is_persistent: Whether the workers serve more than one epoch.
-        worker_type: The loader's: a name in `settings`, or an object with options of such a type.
-        in_order: Whether the caller takes the replies of one worker after the other, and not of any.
-    """
-
-    count: Callable[[WorkerCounters], None]
-    pin: Callable[[Any], Any] | None
-    context: BaseContext
-    prefetch_factor: int
-    max_bytes: int
-    num_restarts: int
-    is_persistent: bool
-    worker_type: object
-    in_order: bool = True
-
-
-class AskedWorker(Protocol):
-    """A worker, as far as its requests go."""
-
-    @property
-    def oldest(self) -> PendingBatch | None:
-        """The request that it replies to next; None: it has none."""
-
-
-Worker = TypeVar("Worker", bound=AskedWorker)
-
-
-def asked(workers: Sequence[Worker], worker_id: int | None) -> list[Worker]:
-    """The worker of this number; for None, those with requests, by the age of the oldest, so none starves."""
+def asked(workers: Sequence[Any], worker_id: int | None) -> list[Any]:
+    """The worker of this number; for None, those with requests, by the age of the `oldest`: none starves."""
     if worker_id is not None:
         return [workers[worker_id]]
     requests = [(worker.oldest, worker) for worker in workers]
@@ -78,8 +37,10 @@ class WorkerPool(abc.ABC):
     """The workers of one iterator, from `start` on.
 
     Args:
-        spec: What its workers run.
-        settings: Those of the loader.
+        plan: What its workers run.
+        count: Called with the counters of workers, in any thread.
+        pin: Called with each batch where it is made, if the pool `pins`; the caller gets the result. None: no
+            change.
 
     Attributes:
         processes: multiprocessing's objects of worker processes, as torch's iterators list them; stays after
@@ -87,13 +48,18 @@ class WorkerPool(abc.ABC):
     """
 
     uses_multiprocessing: ClassVar[bool] = False  # a multiprocessing context starts the workers
-    uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset, and pin batches
+    uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset
+    pins: ClassVar[bool] = False  # batches are pinned where they are made
+    is_inline: ClassVar[bool] = False  # there are no workers: `wait` makes the batch
     runs_elsewhere: ClassVar[bool] = False  # workers need no CPUs of this machine
 
-    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
+    def __init__(
+        self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None = None
+    ) -> None:
         self.processes: list[Any] = []
-        self._spec = spec
-        self._count = settings.count
+        self._plan = plan
+        self._count = count
+        self._pin = pin
         self._pid = os.getpid()
         self._is_closed = False
         self._death = ""  # the message of the error, if the pool closed because workers died
@@ -160,12 +126,10 @@ class WorkerPool(abc.ABC):
             TimeoutError: Nothing came before ``deadline``, a time of `time.monotonic`.
         """
 
-    @abc.abstractmethod
-    def read_slots(self, backend: Backend, stream: Any) -> None:
+    def read_slots(self, backend: Backend, stream: Any) -> None:  # noqa: B027  # most pools have no slots
         """Let a device read slots in place; the caller keeps each batch until the device has read it."""
 
-    @abc.abstractmethod
-    def stop_reading_slots(self) -> None:
+    def stop_reading_slots(self) -> None:  # noqa: B027
         """Stop what `read_slots` began; waits for the copies in flight."""
 
     @abc.abstractmethod

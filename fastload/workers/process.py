@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from multiprocessing.context import BaseContext
 
+    from fastload.batch.plan import Plan
     from fastload.workers.channel import Channel
-    from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec
+    from fastload.workers.sent_plan import PickledPlan
 
 # The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0
@@ -56,11 +57,11 @@ class WorkerProcess:
         self._context = context
         self._pidfd = -1
 
-    def start(self, spec: WorkerSpec | PickledWorkerSpec, end: Any, inherited: list[Channel]) -> None:
+    def start(self, plan: Plan | PickledPlan, end: Any, inherited: list[Channel]) -> None:
         """Start the process. The owner must have this object by now, and call `clean_up` after an error.
 
         Args:
-            spec: What it runs.
+            plan: What it runs.
             end: Its end of the pipe; this process closes its copy once the worker has it.
             inherited: The parent's ends of pipes, which a forked worker closes.
 
@@ -74,7 +75,7 @@ class WorkerProcess:
             pipes = inherited if method == "fork" else []
             self.process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
                 target=main,
-                args=(self._worker_id, spec, end, os.getpid(), pipes, mask),
+                args=(self._worker_id, plan, end, os.getpid(), pipes, mask),
                 name=f"fastload-worker-{self._worker_id}",
                 daemon=True,
             )

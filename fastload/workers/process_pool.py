@@ -16,6 +16,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from torch import multiprocessing
+
 from fastload.errors import BatchLostError
 from fastload.memory.lease import Memory
 from fastload.memory.ring import Ring
@@ -34,13 +36,15 @@ from fastload.workers.messages import (
 )
 from fastload.workers.pool import GRACE_S, asked
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
+from fastload.workers.sent_plan import PickledPlan, pickle_plan
 from fastload.workers.slot_pool import SlotPool, WorkerHandle, limit_s
-from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec, pickle_spec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.batch.plan import Plan
     from fastload.workers.channel import Channel, Received
     from fastload.workers.messages import PendingBatch
-    from fastload.workers.pool import PoolSettings
 
 # After GRACE_S, a worker gets SIGTERM, and then SIGKILL.
 _TERMINATE_S = 1.0
@@ -93,11 +97,13 @@ class ProcessPool(SlotPool[_ProcessHandle]):
 
     uses_multiprocessing = True
 
-    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
-        ring = Ring(spec.num_workers, settings.prefetch_factor, settings.max_bytes)
-        super().__init__(spec, settings, ring)
-        self._context = settings.context
-        self._sent_spec: WorkerSpec | PickledWorkerSpec = spec  # in the form that workers get
+    def __init__(
+        self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None = None
+    ) -> None:
+        ring = Ring(plan.num_workers, plan.prefetch_factor, plan.max_bytes)
+        super().__init__(plan, count, ring)
+        self._context = plan.context or multiprocessing.get_context()
+        self._sent_plan: Plan | PickledPlan = plan  # in the form that workers get
         self._closing = threading.RLock()
         self._serials = itertools.count(1)  # of messages to workers
         self._oom_kills = oom_kills()
@@ -110,21 +116,21 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         """
         method = self._context.get_start_method()
         check_start(method)
-        self._spec.kept_bytes = memory_to_keep(self._spec.num_workers)
+        self._plan.kept_bytes = memory_to_keep(self._plan.num_workers)
         if method != "fork":
             start_helpers(method)
-            self._sent_spec = pickle_spec(self._spec)
-        for worker_id in range(self._spec.num_workers):
+            self._sent_plan = pickle_plan(self._plan)
+        for worker_id in range(self._plan.num_workers):
             self._start(worker_id)
         if not self._restarts_left:
-            self._sent_spec.close()
+            self._sent_plan.close()
 
     def _start(self, worker_id: int) -> _ProcessHandle:
         """Start a worker, or a new one instead of a dead one."""
         channel, worker_end = make_channel()
         worker = _ProcessHandle(worker_id, WorkerProcess(worker_id, self._context), channel)
         self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() stops it in any case
-        worker.process.start(self._sent_spec, worker_end, [other.channel for other in self._workers])
+        worker.process.start(self._sent_plan, worker_end, [other.channel for other in self._workers])
         self.processes[worker_id : worker_id + 1] = [worker.process.process]
         return worker
 
@@ -352,7 +358,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             for worker in self._workers:
                 worker.channel.abandon()
                 worker.process.abandon()
-            self._sent_spec.close()
+            self._sent_plan.close()
             return
         with self.lock:
             self._is_closed = True
@@ -375,4 +381,4 @@ class ProcessPool(SlotPool[_ProcessHandle]):
                     self._workers.clear()
                     self.ring.clear()
                     self.stop_reading_slots()
-                    self._sent_spec.close()
+                    self._sent_plan.close()

@@ -42,15 +42,14 @@ from fastload.version import __version__
 from fastload.workers.messages import BatchReply, BeginEpoch, ReplyKind, WorkerCounters
 from fastload.workers.pool import GRACE_S, asked
 from fastload.workers.ray_worker import RayWorker
+from fastload.workers.sent_plan import explain
 from fastload.workers.slot_pool import WATCH_INTERVAL_S, SlotPool, WorkerHandle, limit_s
-from fastload.workers.worker_spec import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from fastload.batch.plan import Plan
     from fastload.workers.messages import PendingBatch
-    from fastload.workers.pool import PoolSettings
-    from fastload.workers.worker_spec import WorkerSpec
 
 _REACH_S = 5.0  # for a cluster to accept a connection
 _START_LIMIT_S = 30.0  # for an actor whose machine has what it asks for
@@ -171,17 +170,19 @@ class RayPool(SlotPool[_ActorHandle]):
 
     runs_elsewhere = True
 
-    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
+    def __init__(
+        self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None = None
+    ) -> None:
         # The slots are this process's, all of one worker; one batch at a time is copied into them.
-        super().__init__(spec, settings, Ring(1, 1, settings.max_bytes))
+        super().__init__(plan, count, Ring(1, 1, plan.max_bytes))
         self._began_s = time.monotonic()
         self._all_started = False
         self._local: set[Any] = set()  # references of replies that are on this machine
-        self._spec_reference: Any = None  # of the spec in the object store
-        options = settings.worker_type.options if isinstance(settings.worker_type, RayWorkers) else {}
+        self._plan_reference: Any = None  # of the plan in the object store
+        options = plan.worker_type.options if isinstance(plan.worker_type, RayWorkers) else {}
         self._ray = connect(options)
         self._class = self._class_with(options)
-        if not settings.is_persistent:
+        if not plan.is_persistent:
             say_once(
                 "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
                 "other machines: persistent_workers=True keeps both"
@@ -204,22 +205,22 @@ class RayPool(SlotPool[_ActorHandle]):
             raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
 
     def start(self) -> None:
-        """Put the spec into the object store, and start the actors; does not wait for them.
+        """Put the plan into the object store, and start the actors; does not wait for them.
 
         Raises:
             Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
         """
         try:
             with pickled_for_other_machines():
-                self._spec_reference = self._ray.put(self._spec)
+                self._plan_reference = self._ray.put(self._plan)
         except Exception as error:
             advice = (
                 "Ray pickles functions and classes of the script too, but no open files, connections and "
                 "locks: open these in the worker, on first use."
             )
-            add_note(error, explain(self._spec, self._can_be_put, advice))
+            add_note(error, explain(self._plan, self._can_be_put, advice))
             raise
-        for worker_id in range(self._spec.num_workers):
+        for worker_id in range(self._plan.num_workers):
             self._workers.append(self._start(worker_id))
 
     def _can_be_put(self, value: Any) -> bool:
@@ -231,8 +232,8 @@ class RayPool(SlotPool[_ActorHandle]):
         return True
 
     def _start(self, worker_id: int) -> _ActorHandle:
-        # In a list, or Ray would load the spec before the constructor, where an error would kill the actor.
-        actor = self._class.remote(worker_id, [self._spec_reference], __version__)
+        # In a list, or Ray would load the plan before the constructor, where an error would kill the actor.
+        actor = self._class.remote(worker_id, [self._plan_reference], __version__)
         return _ActorHandle(worker_id, actor, actor.place.remote())
 
     def submit(self, pending: PendingBatch) -> None:
@@ -418,7 +419,7 @@ class RayPool(SlotPool[_ActorHandle]):
                     self._end(workers, grace_s)
             finally:
                 self._local.clear()
-                self._spec_reference = None
+                self._plan_reference = None
                 self.ring.clear()
                 self.stop_reading_slots()
 

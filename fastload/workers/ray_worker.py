@@ -25,14 +25,14 @@ from fastload.workers.messages import ReplyKind
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
+    from fastload.batch.plan import Plan
     from fastload.rng.keys import BatchKey
-    from fastload.workers.worker_spec import WorkerSpec
 
 _NUM_BUFFERS = 2  # Ray copies a batch before the next call
 
 
-def load_spec(references: list[Any], expected_release: str) -> WorkerSpec:
-    """The spec in the object store; large arrays in it are read-only views of memory that a node shares.
+def load_plan(references: list[Any], expected_release: str) -> Plan:
+    """The plan in the object store; large arrays in it are read-only views of memory that a node shares.
 
     Args:
         references: A list of its reference.
@@ -51,7 +51,7 @@ def load_spec(references: list[Any], expected_release: str) -> WorkerSpec:
             "release on all machines of the cluster"
         )
     try:
-        spec: WorkerSpec = ray.get(references[0])
+        plan: Plan = ray.get(references[0])
     except FastloadError:
         raise
     except Exception as error:
@@ -61,7 +61,7 @@ def load_spec(references: list[Any], expected_release: str) -> WorkerSpec:
             "sends the code of the script itself, but no modules: install them on all machines, or pass "
             'ray.init(runtime_env={"working_dir": "."})'
         ) from error
-    return spec
+    return plan
 
 
 class RayWorker:
@@ -69,8 +69,8 @@ class RayWorker:
 
     Args:
         worker_id: 0 to num_workers - 1.
-        references: As for `load_spec`.
-        expected_release: As for `load_spec`.
+        references: As for `load_plan`.
+        expected_release: As for `load_plan`.
     """
 
     def __init__(self, worker_id: int, references: list[Any], expected_release: str) -> None:
@@ -88,7 +88,7 @@ class RayWorker:
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
         self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)
-        load = functools.partial(load_spec, references, expected_release)
+        load = functools.partial(load_plan, references, expected_release)
         self._maker = BatchMaker(worker_id, load, self._buffers, self._pack)
         self._maker.begin()
         self._since_ns = time.perf_counter_ns()

@@ -26,13 +26,14 @@ class Schedule:
 
     Attributes:
         num_assigned: The batches that were requested.
+        pending: The workers of the requests whose replies were not yet removed, the oldest first.
     """
 
     def __init__(self, num_workers: int, first_worker: int = 0, *, in_order: bool = True) -> None:
         self._active = [True] * num_workers
         self._cursor = first_worker
         self._in_order = in_order
-        self._pending: deque[int] = deque()  # the workers of the requests, the oldest first
+        self.pending: deque[int] = deque()
         self.num_assigned = 0
 
     def assign(self) -> int | None:
@@ -43,20 +44,15 @@ class Schedule:
             active = [other for other in in_turn if self._active[other]]
             if not active:
                 return None
-            worker = active[0] if self._in_order else min(active, key=self._pending.count)
+            worker = active[0] if self._in_order else min(active, key=self.pending.count)
         self._cursor = (worker + 1) % num_workers
         self.num_assigned += 1
-        self._pending.append(worker)
+        self.pending.append(worker)
         return worker
-
-    @property
-    def num_pending(self) -> int:
-        """The requests whose replies were not yet removed."""
-        return len(self._pending)
 
     def due(self) -> int | None:
         """The worker whose reply is due next; None: whichever replies first. Call it while any is pending."""
-        return self._pending[0] if self._in_order else None
+        return self.pending[0] if self._in_order else None
 
     def remove(self, worker: int) -> None:
         """Remove the oldest request of ``worker``, which has replied.
@@ -64,7 +60,7 @@ class Schedule:
         Raises:
             ValueError: It has none.
         """
-        self._pending.remove(worker)
+        self.pending.remove(worker)
 
     def is_active(self, worker: int) -> bool:
         """Whether ``worker`` still delivers batches in this epoch."""

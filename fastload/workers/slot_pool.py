@@ -26,13 +26,14 @@ from fastload.workers.messages import BeginEpoch, ReplyKind, WorkerCounters
 from fastload.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
+    from fastload.batch.plan import Plan
     from fastload.device.devices import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.workers.messages import PendingBatch
-    from fastload.workers.pool import PoolSettings
-    from fastload.workers.worker_spec import WorkerSpec
 
 # How often a waiting caller checks its workers; a check costs little.
 WATCH_INTERVAL_S = 5.0
@@ -97,21 +98,21 @@ class SlotPool(WorkerPool, Generic[Handle]):
     """The base of pools whose batches lie in slots.
 
     Args:
-        spec: What the workers run.
-        settings: Those of the loader.
+        plan: What the workers run.
+        count: As for `WorkerPool`.
         ring: The state of the slots.
 
     Attributes:
         lock: Between the consumer's thread and the thread that pins batches.
     """
 
-    def __init__(self, spec: WorkerSpec, settings: PoolSettings, ring: Ring) -> None:
-        super().__init__(spec, settings)
+    def __init__(self, plan: Plan, count: Callable[[WorkerCounters], None], ring: Ring) -> None:
+        super().__init__(plan, count)
         self.ring = ring
         self.lock = threading.RLock()
         self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
         self._workers: list[Handle] = []
-        self._restarts_left = settings.num_restarts
+        self._restarts_left = plan.num_restarts
 
     # --- epochs and restarts ------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import queue
 import threading
 import time
 import types
@@ -27,16 +26,17 @@ from fastload.batch.packing import nbytes_of
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search
-from fastload.system.wakeup import Wakeup
+from fastload.system.background import Background, Wakeup
 from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
+from fastload.workers.messages import ReplyKind
 from fastload.workers.pool import GRACE_S, WorkerPool, asked
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.batch.dataset_state import DatasetState
-    from fastload.device.devices import Backend
-    from fastload.workers.pool import PoolSettings
-    from fastload.workers.worker_spec import WorkerSpec
+    from fastload.batch.plan import Plan
+    from fastload.workers.messages import PendingBatch, WorkerCounters
 
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
 _BUFFERS_BEYOND_PREFETCH = 3
@@ -45,21 +45,24 @@ _BUFFERS_BEYOND_PREFETCH = 3
 class ThreadPool(WorkerPool):
     """The worker threads of one iterator; see `WorkerPool`."""
 
-    uses_threads = True
+    uses_threads = pins = True
 
-    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
-        super().__init__(spec, settings)
+    def __init__(
+        self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(plan, count, pin)
         copies = copies_for_threads(
-            spec.dataset, spec.collate_fn, spec.num_workers, with_generators=spec.seeds_samples
+            plan.dataset, plan.collate_fn, plan.num_workers, with_generators=plan.seeds_samples
         )
         # The loader has called set_epoch() of its own dataset; a thread's can be a copy.
-        self._has_copies = copies[0][0] is not spec.dataset
-        shared = None if settings.in_order else Wakeup()
+        self._has_copies = copies[0][0] is not plan.dataset
+        shared = None if plan.in_order else Wakeup()
         self._workers = [
             _WorkerThread(
                 worker_id,
-                dataclasses.replace(spec, dataset=dataset, collate_fn=collate_fn),
-                settings,
+                dataclasses.replace(plan, dataset=dataset, collate_fn=collate_fn),
+                count,
+                pin,
                 shared or Wakeup(),
             )
             for worker_id, (dataset, collate_fn) in enumerate(copies)
@@ -70,7 +73,7 @@ class ThreadPool(WorkerPool):
         num_threads = torch.get_num_threads()
         try:
             for worker in self._workers:
-                worker.thread.start()
+                worker.background.start()
             for worker in self._workers:
                 worker.has_begun.wait()
         finally:
@@ -81,7 +84,7 @@ class ThreadPool(WorkerPool):
         self.expect_open()
         worker = self._workers[pending.worker]
         worker.sent.append(pending)
-        worker.requests.put(pending)
+        worker.background.submit(worker.reply, pending)
 
     def finish(self, worker_id: int) -> None:
         """Do nothing: threads stop at once."""
@@ -90,11 +93,12 @@ class ThreadPool(WorkerPool):
         """Drop all older requests and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_requests()
-            worker.requests.put(BeginEpoch(epoch if self._has_copies else None, None))
+            worker.background.submit(worker.begin_epoch, epoch if self._has_copies else None)
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, as the object that the thread made; None: no reply yet."""
         self.expect_open()
+        worker: _WorkerThread
         for worker in asked(self._workers, worker_id):
             if worker.oldest is not None and worker.oldest.reply is not None:
                 return worker.sent.popleft()
@@ -103,12 +107,6 @@ class ThreadPool(WorkerPool):
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until the worker, or any, has replied, or `close` was called."""
         self._workers[worker_id or 0].wakeup.wait(deadline)  # all have the same one if any can be asked
-
-    def read_slots(self, backend: Backend, stream: Any) -> None:
-        """Do nothing: batches of threads lie in private memory, which a fork would copy."""
-
-    def stop_reading_slots(self) -> None:
-        """Do nothing, as above."""
 
     def close(self) -> None:
         """Stop the threads; batches that the caller holds stay valid.
@@ -122,29 +120,41 @@ class ThreadPool(WorkerPool):
             return  # a forked child does not have these threads
         for worker in self._workers:
             worker.drop_requests()
-            worker.requests.put(None)
+            worker.background.submit(worker.buffers.clear)
+            worker.background.close()
             worker.wakeup.wake()  # a caller can be waiting in another thread
         deadline = time.monotonic() + GRACE_S
         for worker in self._workers:
-            if worker.thread.ident is not None and worker.thread is not threading.current_thread():
-                worker.thread.join(max(deadline - time.monotonic(), 0.0))
+            worker.background.join(max(deadline - time.monotonic(), 0.0))
 
 
 class _WorkerThread:
     """One thread: its queues and its buffers."""
 
-    def __init__(self, worker_id: int, spec: WorkerSpec, settings: PoolSettings, wakeup: Wakeup) -> None:
-        self._buffers = BufferPool(
-            settings.max_bytes // spec.num_workers, settings.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
+    def __init__(
+        self,
+        worker_id: int,
+        plan: Plan,
+        count: Callable[[WorkerCounters], None],
+        pin: Callable[[Any], Any] | None,
+        wakeup: Wakeup,
+    ) -> None:
+        self.buffers = BufferPool(
+            plan.max_bytes // plan.num_workers, plan.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         )
-        self._maker = BatchMaker(worker_id, spec.load, self._buffers, settings.pin, is_thread=True)
-        self._count = settings.count
-        self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
+        self._maker = BatchMaker(worker_id, plan.load, self.buffers, pin, is_thread=True)
+        self._count = count
+        self._since_ns = 0  # when it began to wait
         self.wakeup = wakeup  # the consumer, which looks into its requests for replies
         self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.has_begun = threading.Event()
-        # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
-        self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
+        self.background = Background(f"fastload-worker-{worker_id}")
+        self.background.submit(self._begin)
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The thread."""
+        return self.background.thread
 
     @property
     def oldest(self) -> PendingBatch | None:
@@ -157,33 +167,31 @@ class _WorkerThread:
             pending.is_stale = True
         self.sent.clear()
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
         torch.set_num_threads(1)  # of this thread
         self.has_begun.set()
         self._maker.begin()
-        while (request := self._next_request()) is not None:
-            if isinstance(request, BeginEpoch):
-                self._maker.begin_epoch(request.epoch, None)
-            elif not request.is_stale:
-                self._reply(request)
-            del request  # else this frame would keep the index alive until the next request
-        self._buffers.clear()
+        self._since_ns = time.perf_counter_ns()
 
-    def _next_request(self) -> PendingBatch | BeginEpoch | None:
-        since_ns = time.perf_counter_ns()
-        request = self.requests.get()
-        self._maker.waited(since_ns)
-        return request
+    def begin_epoch(self, epoch: int | None) -> None:
+        """Begin an epoch, in the thread."""
+        self._maker.waited(self._since_ns)
+        self._maker.begin_epoch(epoch, None)
+        self._since_ns = time.perf_counter_ns()
 
-    def _reply(self, pending: PendingBatch) -> None:
-        self._buffers.begin()
-        reply = self._maker.make(pending.index, pending.key)
-        self._buffers.end()
-        if reply.kind is ReplyKind.BATCH and not reply.nbytes:
-            reply.nbytes = nbytes_of(reply.payload)
-        self._count(reply.counters)
-        pending.reply = reply  # last, because the consumer checks it
-        self.wakeup.wake()
+    def reply(self, pending: PendingBatch) -> None:
+        """Make a batch, in the thread, unless nobody waits for it any more."""
+        self._maker.waited(self._since_ns)
+        if not pending.is_stale:
+            self.buffers.begin()
+            reply = self._maker.make(pending.index, pending.key)
+            self.buffers.end()
+            if reply.kind is ReplyKind.BATCH and not reply.nbytes:
+                reply.nbytes = nbytes_of(reply.payload)
+            self._count(reply.counters)
+            pending.reply = reply  # last, because the consumer checks it
+            self.wakeup.wake()
+        self._since_ns = time.perf_counter_ns()
 
 
 # --- copies of what is random ----------------------------------------------------------------------------

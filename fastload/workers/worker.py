@@ -36,12 +36,13 @@ _IDLE_WAIT_S = 0.001  # until what is to be done when idle is tried again
 if TYPE_CHECKING:
     import socket
 
-    from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec
+    from fastload.batch.plan import Plan
+    from fastload.workers.sent_plan import PickledPlan
 
 
 def main(
     worker_id: int,
-    spec: WorkerSpec | PickledWorkerSpec,
+    plan: Plan | PickledPlan,
     end: socket.socket,
     parent_pid: int,
     inherited: list[Channel],
@@ -51,7 +52,7 @@ def main(
 
     Args:
         worker_id: Its number.
-        spec: What it runs.
+        plan: What it runs.
         end: Its end of the pipe.
         parent_pid: Its parent.
         inherited: The parent's ends, which a forked worker must close.
@@ -63,7 +64,7 @@ def main(
         for channel in inherited:
             channel.abandon()
         channel = Channel(end, blocking=True)
-        _Worker(worker_id, spec, channel).serve()
+        _Worker(worker_id, plan, channel).serve()
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None  # the parent gets the signal too, and raises
     except (BrokenPipeError, ConnectionResetError):
@@ -81,16 +82,16 @@ class _PackerByToken(Packer):
 class _Worker:
     """The transport of one worker: its pipe and its slots."""
 
-    def __init__(self, worker_id: int, spec: WorkerSpec | PickledWorkerSpec, channel: Channel) -> None:
+    def __init__(self, worker_id: int, plan: Plan | PickledPlan, channel: Channel) -> None:
         self._channel = channel
         self._slots: dict[int, Memory] = {}
         self._allocator = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
         self._packer = Packer
-        if spec.is_by_value:
+        if plan.is_by_value:
             self._packer = _PackerByToken
             remote_error.use_pickle(by_value)
-        self._maker = BatchMaker(worker_id, spec.load, self._allocator, self._pack)
+        self._maker = BatchMaker(worker_id, plan.load, self._allocator, self._pack)
 
     def _pack(self, batch: Any) -> Packed:
         return pack(batch, self._allocator, self._packer)

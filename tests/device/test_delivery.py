@@ -13,7 +13,8 @@ import torch
 import torch.utils.data as tud
 
 from fastload import DataLoader
-from fastload.epochs import on_device, with_workers, without_workers
+from fastload.device import pinning
+from fastload.epochs import on_device
 from fastload.errors import LoaderClosedError
 from fastload.transforms import RandomHorizontalFlip
 from tests.device.fake import FakeBackend
@@ -280,8 +281,7 @@ def pinned_in(pretend_accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> list
         return [part.clone() for part in batch]
 
     pretend_accelerator()
-    for module in (without_workers, with_workers):
-        monkeypatch.setattr(module, "pin_batch", pin)
+    monkeypatch.setattr(pinning, "pin_batch", pin)
     return threads
 
 
@@ -309,7 +309,7 @@ def test_an_accelerator_that_refuses_the_thread_is_an_error(
     def refuse(index: int) -> None:
         raise RuntimeError(f"CUDA error: out of memory on {index}")
 
-    monkeypatch.setattr(with_workers, "_accelerator_index", lambda: 0)
+    monkeypatch.setattr(pinning, "accelerator_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", refuse)
     with DataLoader(IMAGES, 4, num_workers=1, timeout=60) as loader:
         iterator = iter(loader)

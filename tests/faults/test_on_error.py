@@ -44,6 +44,7 @@ def flat_of(loader: Any) -> list[int]:
         *((kind, mode, {}) for kind, mode in zip(KINDS * 2, MODES, strict=True)),
         *((kind, mode, {}) for kind, mode in zip(KINDS[::-1], MODES, strict=False)),
         (datasets.Made, "processes", {"collate_fn": list}),
+        (datasets.Made, "processes", torchs_own.FORK),
     ],
 )
 def test_replacements_are_the_same_everywhere_and_reported(
@@ -210,7 +211,6 @@ RESTARTS: dict[str, Any] = {"on_error": "raise", "max_errors": 0.01, "max_worker
         *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
         ({"dataset": STREAM}, "needs a map-style dataset"),
         ({"dataset": STREAM} | RESTARTS, "needs a map-style dataset"),
-        (TORCHS, r"does not work with torch's own iterator, .*OwnFork"),
         (TORCHS | RESTARTS, r"does not work with torch's own iterator, .*OwnFork"),
     ],
 )

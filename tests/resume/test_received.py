@@ -12,7 +12,8 @@ from torch.utils.data import Sampler, default_collate
 
 from fastload import DataLoader
 from fastload.cache import file_cache
-from fastload.epochs import on_device, with_workers, without_workers
+from fastload.device import pinning
+from fastload.epochs import on_device
 from fastload.errors import TooManyFailuresError
 from tests.device.fake import FakeBackend
 from tests.faults import test_signals
@@ -193,8 +194,7 @@ def test_memory_that_cannot_be_pinned(
 ) -> None:
     """The batch is repeated that could not be copied to pinned memory."""
     pretend_accelerator()
-    for module in (with_workers, without_workers):
-        monkeypatch.setattr(module, "pin_batch", lambda batch, device: _fail_at(batch))
+    monkeypatch.setattr(pinning, "pin_batch", lambda batch, device: _fail_at(batch))
     with loader_of(mode, pin_memory=True) as loader:
         taken = taken_until_error(iter(loader), UserError)
         state = loader.state_dict()
@@ -353,5 +353,5 @@ def test_two_threads_that_begin_an_epoch_share_nothing(monkeypatch: Any, tmp_pat
         assert len(opened) == 1
         assert {first.position.epoch, sampler.other.position.epoch} == {1, 2}
         assert loader.state_dict()["epoch"] == 2
-        assert first._buffers is not sampler.other._buffers
+        assert first._pool._buffers is not sampler.other._pool._buffers
     sampler.loader = sampler.other = None

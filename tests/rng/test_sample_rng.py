@@ -61,6 +61,11 @@ def test_the_libraries_generators_are_not_the_datasets() -> None:
     assert found[0] == found[1]
 
 
+def test_torchs_own_workers_draw_the_same() -> None:
+    """Where torch's loader must serve, its workers seed each sample, too."""
+    assert read(Dice(), **TORCHS) == read(Dice())
+
+
 def test_sample_rng_by_hand_follows_torchs_seed() -> None:
     """`dataset[i]` outside a loader draws from torch's default generator, anew at each call."""
     torch.manual_seed(1)
@@ -145,7 +150,6 @@ REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
     (Stream(), {}, ValueError, r'^seeding="sample" derives random streams .*, but a Stream has none'),
     (Bulk(int), {}, ValueError, r"Bulk\.__getitems__.*CachedDataset\(dataset, cache=None\)"),
     (Subset(Bulk(int), [1]), {}, ValueError, r"Bulk\.__getitems__"),
-    (Dice(), TORCHS, ValueError, r'^seeding="sample" does not work with torch.s own iterator, .*OwnFork'),
     (
         Dice(),
         {"seeding": "batch"},

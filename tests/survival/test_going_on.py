@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fastload
-from fastload.device.pin_thread import PinThread
 from fastload.workers import process_pool, slot_pool
+from fastload.workers.pinned_pool import PinnedPool
 from tests.kit import datasets
 from tests.kit.batches import compare_with_torch
 from tests.survival import zoo
@@ -38,7 +38,7 @@ def pinned(request: pytest.FixtureRequest, pretend_accelerator: Any) -> bool:
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
     """Call `call` once the consumer is about to wait."""
-    place: Any = PinThread if pinned else process_pool.ProcessPool
+    place: Any = PinnedPool if pinned else process_pool.ProcessPool
     wait = place.wait
     calls = [call]
 

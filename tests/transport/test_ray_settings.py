@@ -129,9 +129,9 @@ def test_there_is_no_cluster(
 
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec would be read wrongly; the error names both releases."""
-    from fastload.workers.ray_worker import load_spec
+    from fastload.workers.ray_worker import load_plan
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
 
     with pytest.raises(WorkerStartError, match=r"the consumer runs fastload 0\.0\.1, but .* has "):
-        load_spec([None], "0.0.1")
+        load_plan([None], "0.0.1")

@@ -312,8 +312,8 @@ class Transport(RuleBasedStateMachine):
 
     @rule(pages=st.integers(0, 4), choice=st.integers(0, 2))
     def receive(self, pages: int, choice: int) -> None:
-        assert self.schedule.num_pending == self.num_assigned - self.num_received
-        if not self.schedule.num_pending:
+        assert len(self.schedule.pending) == self.num_assigned - self.num_received
+        if not len(self.schedule.pending):
             return
         worker = self.schedule.due()
         assert (worker is not None) == self.in_order
@@ -386,7 +386,7 @@ class Transport(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "ring"):
             return
-        while self.schedule.num_pending:
+        while len(self.schedule.pending):
             self.receive(1, 0)
         self.held.clear()
         for worker in range(self.num_workers):

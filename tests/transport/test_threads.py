@@ -143,7 +143,7 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
     loader = threads(datasets.Made(int, num_batches), 1, num_workers=1, prefetch_factor=num_batches)
     iterator: Any = iter(loader)
     worker = iterator._pool._workers[0]
-    while not worker.requests.empty():
+    while not worker.background._calls.empty():
         worker.thread.join(0.01)
 
     for _ in iterator:

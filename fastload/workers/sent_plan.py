@@ -1,7 +1,7 @@
 """What workers run (dataset and settings), and how it gets to worker processes: pickled once for all.
 
-Under fork nothing is pickled. Under spawn and forkserver the parent pickles the spec once into a segment.
-Each worker gets the segment's descriptor, and duplicates of the descriptors that the spec refers to (pipes of
+Under fork nothing is pickled. Under spawn and forkserver the parent pickles the plan once into a segment.
+Each worker gets the segment's descriptor, and duplicates of the descriptors that the plan refers to (pipes of
 locks and queues, shared tensors, caches). Functions and classes without a name that workers can import travel
 by value, if cloudpickle is installed (see `by_value`).
 """
@@ -13,11 +13,10 @@ import io
 import mmap
 import os
 import pickle
-from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.fetch import FetchSettings
+from fastload.batch.plan import Plan
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system import by_value
@@ -27,48 +26,9 @@ from fastload.system.notes import add_note
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.cache.file_cache import FileCache
 
-
-@dataclass(kw_only=True)
-class WorkerSpec(FetchSettings):
-    """The dataset and settings that all workers of one iterator share; also used without workers.
-
-    Attributes:
-        dataset: The dataset to read.
-        worker_init_fn: As in torch's loader.
-        base_seed: The seed drawn when the iterator was made.
-        num_workers: The number of workers of the loader.
-        seeds_pipelines: Whether transforms of albumentations and MONAI get random streams.
-        seeds_samples: Whether each sample is seeded (``seeding="sample"``).
-        file_cache: Remembers the files that are decoded; None: nothing does.
-        kept_bytes: How much freed memory each worker process keeps; None: it asks the system itself.
-    """
-
-    dataset: Any
-    worker_init_fn: Callable[[int], Any] | None
-    base_seed: int
-    num_workers: int
-    seeds_pipelines: bool
-    seeds_samples: bool
-    file_cache: FileCache | None = None
-    kept_bytes: int | None = None
-
-    @property
-    def is_by_value(self) -> bool:
-        """No: under fork nothing was pickled."""
-        return False
-
-    def load(self) -> WorkerSpec:
-        """This object itself: under fork nothing was pickled."""
-        return self
-
-    def close(self) -> None:
-        """Do nothing, as there is nothing to free."""
-
-
-class PickledWorkerSpec:
-    """A spec as a segment and its descriptors; can be pickled for a process that is being started.
+class PickledPlan:
+    """A plan as a segment and its descriptors; can be pickled for a process that is being started.
 
     Attributes:
         is_by_value: Whether functions and classes in it can be pickled by value.
@@ -80,8 +40,8 @@ class PickledWorkerSpec:
         self._fds = fds
         self.is_by_value = is_by_value
 
-    def load(self) -> WorkerSpec:
-        """Unpickle the spec, in the worker.
+    def load(self) -> Plan:
+        """Unpickle the plan, in the worker.
 
         Large arrays are views of private copy-on-write pages: all workers share the pages they do not change.
 
@@ -99,7 +59,7 @@ class PickledWorkerSpec:
             offset += round_up(size, mmap.PAGESIZE)
         _received_fds[:] = self._fds
         try:
-            spec = pickle.loads(parts[0], buffers=parts[1:])
+            plan = pickle.loads(parts[0], buffers=parts[1:])
         except FastloadError:
             raise  # of a cache that this process cannot open
         except Exception as error:  # the user's objects can raise anything
@@ -114,9 +74,9 @@ class PickledWorkerSpec:
         finally:
             _received_fds.clear()
             self.close()
-        if not isinstance(spec, WorkerSpec):
-            raise TypeError(f"expected a pickled WorkerSpec, got {type(spec)}")
-        return spec
+        if not isinstance(plan, Plan):
+            raise TypeError(f"expected a pickled Plan, got {type(plan)}")
+        return plan
 
     def close(self) -> None:
         """Close the descriptors; the parent calls this once all workers have been started."""
@@ -125,22 +85,20 @@ class PickledWorkerSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         duplicates = [reduction.DupFd(fd) for fd in self._fds]
-        return _attach_spec, (self._segment, self._sizes, duplicates, self.is_by_value)
+        return _attach_plan, (self._segment, self._sizes, duplicates, self.is_by_value)
 
 
-def _attach_spec(
-    segment: Segment, sizes: list[int], duplicates: list[Any], is_by_value: bool
-) -> PickledWorkerSpec:
+def _attach_plan(segment: Segment, sizes: list[int], duplicates: list[Any], is_by_value: bool) -> PickledPlan:
     fds = [duplicate.detach() for duplicate in duplicates]
-    return PickledWorkerSpec(segment, sizes, fds, is_by_value=is_by_value)
+    return PickledPlan(segment, sizes, fds, is_by_value=is_by_value)
 
 
 def _or_install() -> str:
     return "" if by_value.is_possible() else f"; or {by_value.ADVICE}"
 
 
-def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
-    """Pickle ``spec`` once for any number of workers.
+def pickle_plan(plan: Plan) -> PickledPlan:
+    """Pickle ``plan`` once for any number of workers.
 
     Raises:
         Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
@@ -150,20 +108,20 @@ def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: _close_all(fds))
         try:
-            head, is_by_value = _dump(spec, buffers, fds)
+            head, is_by_value = _dump(plan, buffers, fds)
         except Exception as error:
-            add_note(error, explain(spec, _can_be_sent, _ADVICE.format(_or_install())))
+            add_note(error, explain(plan, _can_be_sent, _ADVICE.format(_or_install())))
             raise
         views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
         nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
-        segment = Segment.create(nbytes, name="fastload-spec")
+        segment = Segment.create(nbytes, name="fastload-plan")
         undo.callback(segment.close)
         offset = 0
         for view in views:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
         undo.pop_all()
-    return PickledWorkerSpec(segment, [len(view) for view in views], fds, is_by_value=is_by_value)
+    return PickledPlan(segment, [len(view) for view in views], fds, is_by_value=is_by_value)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -231,7 +189,7 @@ _received_fds: list[int] = []
 
 
 class _InheritedFd:
-    """A descriptor, named by its place in the spec's list; stands in for multiprocessing's DupFd."""
+    """A descriptor, named by its place in the plan's list; stands in for multiprocessing's DupFd."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -271,16 +229,16 @@ _ADVICE = (
 )
 
 
-def explain(spec: WorkerSpec, can_be_sent: Callable[[Any], bool], advice: str) -> str:
-    """A note for an error that kept ``spec`` from being pickled: which attribute it is, and what to do.
+def explain(plan: Plan, can_be_sent: Callable[[Any], bool], advice: str) -> str:
+    """A note for an error that kept ``plan`` from being pickled: which attribute it is, and what to do.
 
     Args:
-        spec: The spec.
+        plan: The plan.
         can_be_sent: Whether a part of it can be pickled.
         advice: What to do.
     """
     for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
-        owner = getattr(spec, name)
+        owner = getattr(plan, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
             if not can_be_sent(value):
