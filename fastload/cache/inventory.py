@@ -27,6 +27,7 @@ from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.humanize import readable_size
+from fastload.system.linux import check_disk_caches
 from fastload.system.locks import is_lock_file_held, is_lock_file_held_here, lock_file
 from fastload.system.logs import log
 from fastload.system.os_errors import write_errors_as
@@ -216,6 +217,7 @@ def only_builder(path: str, *, wait: bool = False) -> Iterator[None]:
         CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
+    check_disk_caches(path)
     name = lock_name(path)
     for attempt in itertools.count():
         with contextlib.ExitStack() as stack:

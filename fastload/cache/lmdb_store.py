@@ -63,6 +63,7 @@ from fastload.readers.identity import file_system_of, is_local
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import resource
+from fastload.system.linux import check_disk_caches
 from fastload.system.locks import fcntl, flocked
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unreadable, why_unwritable
@@ -110,6 +111,7 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         CacheCorruptError: It is damaged.
         CacheError: It cannot be read, or made.
     """
+    check_disk_caches(path)
     try:
         if os.path.isdir(path):
             raise CacheMismatchError(

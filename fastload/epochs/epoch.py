@@ -61,6 +61,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         kind = "local" if self._is_inline else "workers"
         self.position = Position.begin(loader, kind, why_unresumable(loader))
         super().__init__(loader)
+        self._num_workers = int(self._num_workers)  # torch takes 0.0, too
         self.owner = weakref.ref(loader)
         self._base_seed = self.position.choose_base_seed(int(self._base_seed))
         self._file_cache = file_cache_of(loader)

@@ -163,6 +163,7 @@ _MAX_DEPTH = 6
 FACTS = {
     "batch_size": "batch_size",
     "num_ranks": "number of ranks",
+    "num_nodes": "number of nodes",
     "num_samples": "length of the dataset",
     "seed": "seed of the sampler",
 }
@@ -181,6 +182,7 @@ def facts_of(loader: DataLoader[Any], generators: Mapping[str, bytes]) -> dict[s
     return {
         "batch_size": _first("batch_size", [loader, *samplers]),
         "num_ranks": num_ranks,
+        "num_nodes": _first("num_nodes", samplers),
         "num_samples": None if is_iterable(loader) else length_or_none(loader.dataset),
         "seed": _seed(loader, samplers, generators, is_split=num_ranks is not None),
     }

@@ -17,6 +17,7 @@ import pickle
 import re
 import zlib
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from fastload.system.torch_private import has_auto_collation, index_sampler, is_
 from fastload.workers.settings import pool_type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
@@ -255,6 +256,7 @@ class Position:
         is_compared = {
             "batch_size": skips and (reads_again or not is_iterable(loader)),
             "num_ranks": skips,
+            "num_nodes": skips,
             "num_samples": skips and is_of_other_rank,
             "seed": is_of_other_rank and (skips or not is_split),
         }
@@ -440,6 +442,12 @@ class Position:
         Raises:
             ResumeError: This is not such a dict, or it was changed.
         """
+        if not isinstance(saved, Mapping) or "version" not in saved:
+            found = "a dict without 'version'" if isinstance(saved, Mapping) else short_repr(saved)
+            raise ResumeError(
+                f"this is not a state of a fastload.DataLoader, but {found}: pass what loader.state_dict() "
+                "returned"
+            )
         try:
             if saved["version"] != VERSION:
                 raise ValueError(f"its 'version' should be {VERSION}, but is {short_repr(saved['version'])}")

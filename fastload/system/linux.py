@@ -12,6 +12,7 @@ import os
 import signal
 from pathlib import Path
 
+from fastload.errors import CacheError
 from fastload.system.limits import read_text
 from fastload.system.locks import fcntl
 
@@ -109,6 +110,18 @@ def send_signal(pidfd: int, number: int) -> None:
         ProcessLookupError: It has ended.
     """
     signal.pidfd_send_signal(pidfd, number)
+
+
+def check_disk_caches(path: str) -> None:
+    """Check that this system has what caches on disk need.
+
+    Raises:
+        CacheError: It has not.
+    """
+    if fcntl is None or not os.path.exists("/proc/self/fd"):
+        raise CacheError(
+            f"the cache {path} cannot be used here: caches on disk need /proc and locks on files, as on Linux"
+        )
 
 
 # --- what /proc says --------------------------------------------------------------------------------------
