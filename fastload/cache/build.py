@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ import numpy as np
 import PIL.Image
 
 from fastload.batch.failures import FailedSample
+from fastload.batch.source import expect, expects
 from fastload.cache.decoded_files import open_files
 from fastload.cache.file_cache import FileCache
 from fastload.cache.fill import Failure, check_options, fill
@@ -45,7 +47,7 @@ from fastload.system.notes import add_note
 from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -154,6 +156,10 @@ class _Samples:
     def __init__(self, dataset: Any, cache: StoredSamples) -> None:
         self.dataset, self.cache = dataset, cache
         self._watch = DrawWatch(dataset)
+
+    @property
+    def _expect(self) -> Callable[[Sequence[Any]], None] | None:
+        return functools.partial(expect, self.dataset) if expects(self.dataset) else None
 
     def _store(self, index: int) -> bool:
         sample, drawn = self._watch.read(self.dataset, index)

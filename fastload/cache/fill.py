@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors, path_of
-from fastload.batch.source import expect
+from fastload.batch.source import expect, expects
 from fastload.cache.progress import BuildProgress
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError, WorkerDiedError
 from fastload.system.checks import as_int, check_arguments, integer, one_of, optional
@@ -171,7 +171,9 @@ def _read(
 ) -> bool:
     """Read these samples once; returns whether that is all: they are stored, or the cache accepts no more."""
     num_processes = choose_workers(num_workers, len(indices))
-    size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
+    # A chunk of a dataset at a URL is fetched in one call: fewer, larger ones wait less.
+    num_chunks = max(1, num_processes) * (1 if expects(dataset) else _CHUNKS_A_WORKER)
+    size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // num_chunks))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     num_rejected, rejected = 0, 0  # in all, and in a row
     with contextlib.closing(_answers(dataset, chunks, num_processes, on_error == "skip")) as answers:

@@ -25,7 +25,6 @@ import numpy as np
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
 from fastload.readers.resizes import Resizes
-from fastload.readers.results import pack, unpack
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 
@@ -193,6 +192,9 @@ class DecodeCache:
             where: The path or other source, for errors.
             source: As for `known_as`; a store on disk finds no file without it.
         """
+        # Here: it imports torch, which the commands that manage caches do not need.
+        from fastload.readers.results import pack, unpack
+
         identity = identify()
         known = self.known_as(identity, source)
         key = None if isinstance(known, Unknown) else digest("result", kind, known.parts, arguments)
