@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1680, 1050),
     "workers": (2202, 1150),
     "batch": (1515, 800),
-    "cache": (4686, 2600),
+    "cache": (4697, 2600),
     "readers": (1793, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),

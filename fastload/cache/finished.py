@@ -368,6 +368,7 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
         FileNotFoundError: There is no such file.
         CacheMismatchError: It is not a finished cache of samples of this format.
         CacheCorruptError: It is damaged.
+        CacheError: This process cannot read it.
     """
     store = open_existing(path)
     if store.meta["kind"] != KIND:
@@ -389,11 +390,14 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
 def open_existing(path: str) -> LmdbStore:
     """The file of a cache; the error of one that is missing names what is left of its build."""
     try:
-        return open_store(path)
+        store = open_store(path)
     except FileNotFoundError as error:
         partial = path + PARTIAL
         hint = f"; {partial} is left of a build: run it again" if os.path.exists(partial) else ""
         raise FileNotFoundError(f"{error}{hint}") from None
+    if not store.meta:
+        raise CacheError(f"cannot read the cache {path}: {store.problem}")
+    return store
 
 
 def described(store: LmdbStore) -> Description:

@@ -41,6 +41,7 @@ CURE = "remove it, and build the cache again"
 OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
 _CHUNK_KEYS = 1024
+_SMALL_BYTES, _FEW_RECORDS = 1 << 20, 4096  # up to which walking the tree takes about 20 ms
 _ROOM_BYTES = 64 << 20  # of a map, beyond the file, for discarding records
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -77,6 +78,9 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[st
             _make(path, fd, create)
         return _read_meta(path, fd), None
     except lmdb.Error as error:
+        is_small = isinstance(error, lmdb.MemoryError) and os.fstat(fd).st_size <= _SMALL_BYTES
+        if is_small and (problems := problems_of(fd)):  # it claims more pages than memory has room for
+            raise CacheCorruptError(f"{path} is damaged ({problems[0]}): {CURE}") from error
         if (reason := why_unopened(error)) is not None:
             return {}, reason
         reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
@@ -131,10 +135,16 @@ def _make(path: str, fd: int, fields: dict[str, Any]) -> None:
 def _read_meta(path: str, fd: int) -> dict[str, Any]:
     with quiet(fd, readonly=True) as env:
         nbytes, needed = os.fstat(fd).st_size, (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-        if nbytes < needed and (problems := problems_of(fd)):
-            raise CacheCorruptError(
-                f"{path} was cut off: it has {nbytes:,} bytes instead of {needed:,} ({problems[0]}); {CURE}"
+        # LMDB follows damaged pointers out of the file, which ends the process; walking a large tree takes
+        # too long for each opening, so there `fastload cache verify` alone finds them.
+        is_walked = nbytes < max(needed, _SMALL_BYTES) or env.stat()["entries"] <= _FEW_RECORDS
+        if is_walked and (problems := problems_of(fd)):
+            how = (
+                f"was cut off: it has {nbytes:,} bytes instead of {needed:,}"
+                if nbytes < needed
+                else "is damaged"
             )
+            raise CacheCorruptError(f"{path} {how} ({problems[0]}): {CURE}")
         with env.begin() as txn:
             value = txn.get(META_KEY)
     try:

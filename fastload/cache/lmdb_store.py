@@ -208,7 +208,7 @@ class LmdbStore:
     @property
     def is_overwritten(self) -> bool:
         """Whether another program has written into a finished file, as far as its size and times tell."""
-        if (stamp := _stamp(self._fd)) == self._stamp or not self.meta["finished"]:
+        if (stamp := _stamp(self._fd)) == self._stamp or not self.meta.get("finished"):
             return False
         if self._stamp is None or stamp is None or stamp[0] != self._stamp[0]:
             return True

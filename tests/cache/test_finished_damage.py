@@ -23,7 +23,7 @@ from fastload.cache.build import build_lmdb
 from fastload.cache.finished import LMDBCache
 from fastload.cache.lmdb_file import meta_value
 from fastload.cache.store import index_key
-from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, Made
 from tests.kit.batches import assert_same_samples
@@ -160,6 +160,33 @@ def test_a_lie_takes_no_memory(path: Path) -> None:
         forge(path, lambda meta, number=number: meta["samples"].update(num_samples=number))
         with little_memory(1 << 20), pytest.raises(CacheCorruptError):
             LMDBCache(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "byte", "bit"),
+    [
+        ("big", 138, 2),  # the number of pages: more than the address space has room for
+        ("small", 50 * PAGE_BYTES + 23, 7),  # a record's place in its page: behind the end of the file
+    ],
+)
+def test_a_flipped_bit_in_the_tree_is_refused(
+    name: str, byte: int, bit: int, caches: Caches, readers: dict[str, Reader], tmp_path: Path
+) -> None:
+    """What would lead LMDB out of the file, or out of memory, is found before LMDB reads it."""
+    content = bytearray(caches[name][0].read_bytes())
+    content[byte] ^= 1 << bit
+    (tmp_path / "mutated").write_bytes(content)
+    assert readers[name].read(tmp_path / "mutated") == "refused"
+
+
+def test_a_file_that_this_process_cannot_read_raises(path: Path) -> None:
+    """A file that is open through LMDB itself raises with the path, and can be read afterwards."""
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, readonly=True),
+        pytest.raises(CacheError, match=f"cannot read the cache {path}: it is open in this process"),
+    ):
+        LMDBCache(path)
+    assert_same_samples(LMDBCache(path).get(0), Images(20).sample(0))
 
 
 # --- records ---------------------------------------------------------------------------------------------
