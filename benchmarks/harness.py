@@ -20,9 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import Dataset
 
 import fastload
 
@@ -30,6 +32,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class Noise(Dataset[Any]):
+    """Images `(side, side, 3) uint8` of one shape that cost nothing to make."""
+
+    def __init__(self, num_samples: int, side: int) -> None:
+        self.num_samples = num_samples
+        self.image = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.image, index
 
 
 @dataclass

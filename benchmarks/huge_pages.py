@@ -20,11 +20,8 @@ import ctypes
 import multiprocessing
 import statistics
 import time
-from typing import Any
 
-import numpy as np
-from harness import Contender, report, save
-from torch.utils.data import Dataset
+from harness import Contender, Noise, report, save
 
 import fastload
 from fastload.system.linux import has_shared_huge_pages, huge_pages_report
@@ -36,25 +33,11 @@ SIZES = {"512 images of 32 x 32": (32, 512, 50_000), "64 images of 224 x 224": (
 EPOCHS = 8
 
 
-class Noise(Dataset):
-    """Images that cost nothing to make."""
-
-    def __init__(self, side: int, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.image = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.image, index
-
-
 def epochs_us(is_huge: bool, side: int, batch_size: int, num_samples: int) -> tuple[float, float]:
     """Microseconds of processor time: of a sample in the first epoch, and of a batch in the later ones."""
     if not is_huge and ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
         raise OSError("cannot forbid this process huge pages")
-    dataset = fastload.CachedDataset(Noise(side, num_samples), cache="ram")
+    dataset = fastload.CachedDataset(Noise(num_samples, side), cache="ram")
     loader = fastload.DataLoader(dataset, batch_size, shuffle=True)
     times_s = []
     for _ in range(1 + EPOCHS):

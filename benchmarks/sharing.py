@@ -21,12 +21,12 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import harness
 import numpy as np
 import psutil
 from harness import save
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import Dataset
 
 import fastload
 from fastload.cache.ram.arena import ENTRY_BYTES
@@ -38,18 +38,8 @@ SPAWN = multiprocessing.get_context("spawn")
 MB = 1e6
 
 
-class Noise(Dataset):
-    """Images of one shape that cost nothing to make, and that say what they are."""
-
-    def __init__(self, num_samples: int, side: int) -> None:
-        self.num_samples = num_samples
-        self.image = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.image, index
+class Noise(harness.Noise):
+    """Noise that says what it is."""
 
     def fingerprint(self) -> str:
         """What the samples are."""

@@ -28,7 +28,7 @@ from fastload.cache.file_cache import FileCache
 from fastload.cache.fill import Failure, check_options, fill
 from fastload.cache.finished import KIND, Description, LMDBCache, check_source, described
 from fastload.cache.inventory import BESIDE, NEW_BYTES, PARTIAL, REPORT, is_ours, only_builder
-from fastload.cache.lmdb_store import LmdbStore, open_store
+from fastload.cache.lmdb_store import LmdbStore, open_store, usable
 from fastload.cache.random_check import read_unnoticed, readable
 from fastload.cache.samples import StoredSamples
 from fastload.errors import (
@@ -193,7 +193,7 @@ def _begin(path: str, here: Description, *, force: bool) -> LmdbStore:
         is_ours(path)  # raises if it is something else
     with write_errors_as(CacheError, "the cache", partial):
         if is_ours(partial) and os.path.getsize(partial) > NEW_BYTES:
-            store = open_store(partial)
+            store = usable(open_store(partial))
             there = described(store)
             why = there.difference(here)
             if why is None and (there.parts is not None or not force):
@@ -378,7 +378,7 @@ def build_files(
         partial = path if is_there else path + PARTIAL
         if not is_there and is_ours(partial) and os.path.getsize(partial) <= NEW_BYTES:
             _remove(partial)
-        source = _Files(dataset, open_files(partial))
+        source = _Files(dataset, usable(open_files(partial)))
         store = source.store
         try:
             if not store.meta["finished"]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from fastload.cache.fingerprint import KEY_PART, Fingerprint
 from fastload.cache.inventory import PARTIAL, damaged_keys
-from fastload.cache.lmdb_store import LmdbStore, open_store
+from fastload.cache.lmdb_store import LmdbStore, open_store, usable
 from fastload.cache.records import encode, outline
 from fastload.cache.samples import StoredSamples
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
@@ -390,14 +390,11 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
 def open_existing(path: str) -> LmdbStore:
     """The file of a cache; the error of one that is missing names what is left of its build."""
     try:
-        store = open_store(path)
+        return usable(open_store(path))
     except FileNotFoundError as error:
         partial = path + PARTIAL
         hint = f"; {partial} is left of a build: run it again" if os.path.exists(partial) else ""
         raise FileNotFoundError(f"{error}{hint}") from None
-    if not store.meta:
-        raise CacheError(f"cannot read the cache {path}: {store.problem}")
-    return store
 
 
 def described(store: LmdbStore) -> Description:

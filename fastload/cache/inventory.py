@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache import lmdb_file
-from fastload.cache.lmdb_store import LmdbStore, open_store
+from fastload.cache.lmdb_store import LmdbStore, open_store, usable
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.humanize import readable_size
@@ -53,8 +53,8 @@ class CacheOnDisk:
 
     Attributes:
         path: The cache's own path, even if only PATH.partial exists.
-        state: `"finished"`, `"damaged"`, `"filling"` of decoded files, `"unfinished"` of a build, or
-            `"building"` while one is at work.
+        state: `"finished"`, `"damaged"`, `"unreadable"` here and now, `"filling"` of decoded files,
+            `"unfinished"` of a build, or `"building"` while one is at work.
         nbytes: Size of all its files.
         store: What is in it; None if it cannot be read.
         problem: Why not, or what an unfinished one lacks.
@@ -101,9 +101,10 @@ def _look(path: str) -> CacheOnDisk | None:
         state = "building" if is_being_built(path) else "unfinished"
         return CacheOnDisk(path, state, nbytes, problem="it was interrupted: run the build again")
     try:
-        store = open_store(path)
-    except CacheCorruptError as error:
-        return CacheOnDisk(path, "damaged", nbytes, problem=str(error))
+        store = usable(open_store(path))
+    except CacheError as error:
+        state = "damaged" if isinstance(error, CacheCorruptError) else "unreadable"
+        return CacheOnDisk(path, state, nbytes, problem=str(error))
     return CacheOnDisk(path, "finished" if store.meta["finished"] else "filling", nbytes, store)
 
 

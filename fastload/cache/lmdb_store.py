@@ -142,6 +142,17 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
     return store
 
 
+def usable(store: LmdbStore) -> LmdbStore:
+    """The store, for a caller who cannot go on without its file.
+
+    Raises:
+        CacheError: This process does not use it.
+    """
+    if not store.meta:
+        raise CacheError(f"cannot read the cache {store.path}: {store.problem}")
+    return store
+
+
 def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
     """A pickled store in another process."""
     try:

@@ -27,7 +27,6 @@ NUMBER_DTYPES: dict[str, np.dtype[Any]] = {
 BARE_KINDS = (*NUMBER_DTYPES, "none", *TEXT_KINDS)  # these have neither a dtype nor a shape
 
 _MAX_BYTES = (1 << 63) - 1  # of an array
-_TOO_LARGE = (MemoryError, RecursionError)
 # What `dtype.str` gives. NumPy's parser takes much more, and some of it ends the process: "M8[Y/0]".
 _PLAIN_NAME = re.compile(r"[<>|](?:[biufcSUV]\d+|[mM]8(?:\[\d*[A-Za-z]+\])?)")
 

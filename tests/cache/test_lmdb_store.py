@@ -12,6 +12,8 @@ import resource
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ import numpy as np
 import pytest
 
 from fastload.cache import lmdb_file, lmdb_store
+from fastload.cache.build import build_files
+from fastload.cache.inventory import list_caches
 from fastload.cache.lmdb_file import META_KEY, problems_of
 from fastload.cache.lmdb_store import open_store
 from fastload.cache.records import decode, encode, is_intact
@@ -334,6 +338,22 @@ def test_a_file_that_the_user_has_open_here_is_not_used(path: str, lines: Any) -
     assert "py-lmdb" in store.problem
 
 
+_MAKES_ONE = (
+    "import sys; from fastload.cache.decoded_files import open_files; open_files(sys.argv[1]).close()"
+)
+
+
+def test_a_file_that_the_user_has_open_here_is_listed_and_not_built_on(path: str) -> None:
+    """With the reason; a build is refused, and changes nothing."""
+    subprocess.run([sys.executable, "-c", _MAKES_ONE, path], check=True)
+    with lmdb.open(path, subdir=False):
+        (found,) = list_caches(path)
+        assert (found.state, found.store) == ("unreadable", None)
+        assert "open in this process through py-lmdb" in str(found.problem)
+        with pytest.raises(CacheError, match="open in this process through py-lmdb"):
+            build_files([1], path, num_workers=0, progress=False)
+
+
 # --- namespaces, limits, other disks ----------------------------------------------------------------------
 
 
@@ -619,6 +639,7 @@ def writes(path: str, numbers: range) -> None:
     store = open_store(path)
     for number in numbers:
         put(store, [number])
+    store.flush()  # close() gives up after a second, and readers would wait for ever
     store.close()
 
 
