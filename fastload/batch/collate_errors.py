@@ -23,17 +23,16 @@ _ONE_TYPE = "return values of one type and one length, and the same keys, for al
 _BATCHED = "return arrays, tensors, numbers, str or bytes in dicts, lists and tuples"
 
 
-def explain(values: Any, path: str, error: Exception) -> None:
+def explain(samples: Any, error: Exception) -> None:
     """Add a note to an error of default_collate, if the samples show its cause.
 
     Args:
-        values: Whole samples, or the part at ``path`` of each sample.
-        path: The place of the values in a sample.
+        samples: Of a batch; or any other object that a dataset returns for one.
         error: The error.
     """
-    if isinstance(values, (list, tuple)) and values and not isinstance(error, MemoryError):
+    if isinstance(samples, (list, tuple)) and samples and not isinstance(error, MemoryError):
         with contextlib.suppress(Exception):  # containers of the user's classes can raise anything
-            cause = _cause(values, path)
+            cause = _cause(samples, "$")
             if cause is not None:
                 add_note(error, f"fastload: {cause}, or give the loader a collate_fn.")
 

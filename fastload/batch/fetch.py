@@ -13,9 +13,8 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import default_collate
 
-from fastload.batch.collate import RowCollate, to_channels_last
+from fastload.batch.collate import Collator, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
@@ -102,8 +101,8 @@ class Fetcher:
             allocator = self._scratch
         self._allocator = allocator
         self._channels_last = plan.channels_last
-        self._writes_rows = False  # whether the current batch is written to rows
-        self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=plan.channels_last)
+        self._is_default = False  # whether torch's default_collate makes the current batch
+        self._collator = Collator(allocator, in_worker=in_worker, channels_last=plan.channels_last)
         self._stack_memory = allocator if in_worker else None
         self._stacking = allocating_in(self._stack_memory)
         self._source = None if plan.is_iterable else batch_source_of(dataset)
@@ -111,8 +110,6 @@ class Fetcher:
         self.replacer: Replacer | None = None
         if plan.on_error != "raise":
             self.replacer = Replacer(plan.on_error, plan.replacements, worker_id)
-        # Whether nothing but ``dataset[index]`` makes a sample, one by one.
-        self._is_plain = seeder is None and self.replacer is None and not self._expects
         self.num_samples = 0
         self.gathered_bytes = 0
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
@@ -153,7 +150,6 @@ class Fetcher:
                 batch = self._transformed(self._transform, batch, index, key)
             self.reader.num_batches += 1
         except BaseException as error:
-            self._rows.forget()
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 self.reader.num_batches += 1  # a caller who continues after an error gets the next batch
             raise
@@ -179,18 +175,14 @@ class Fetcher:
     # --- which samples are read, and how ---
 
     def _fetch(self, index: Any, key: BatchKey | None) -> Any:
-        self._writes_rows = self._auto_collation and is_torch_default(self._collate_fn)
+        self._is_default = self._auto_collation and is_torch_default(self._collate_fn)
         if self.reader.samples is not None:
             return self._fetch_next(index)
         if not self._auto_collation:
             return self._stacked(self._fetch_whole, index, key)  # the dataset can return whole batches
-        if self._source is not None and self._writes_rows:
+        if self._source is not None and self._is_default:
             return self._fetch_from(self._source, list(index), key)
-        is_plain = self._is_plain and self._writes_rows and type(index) is list and index
-        if is_plain and not getattr(self._dataset, "__getitems__", None):
-            return self._fetch_plain(index)
-        self._read_samples(index, key)
-        return self._collated()
+        return self._collated(self._samples(index, key))
 
     def _fetch_whole(self, index: Any, key: BatchKey | None) -> Any:
         self._indices, self._left = (index,), iter(())
@@ -208,12 +200,11 @@ class Fetcher:
         lend = source.lend
         if lend is not None:  # it draws nothing, so no generator is set
             # torch warns about read-only arrays, and a dataset can reuse the memory of those that it lends.
-            self._read(self._getter(lend, indices, None), indices, positions, own=private_copy)
-            return self._collated()
-        defer = source.defer if self._rows.takes_deferred else None
+            get = self._getter(lend, indices, None)
+            return self._collated(self._read(get, indices, positions, own=private_copy))
+        defer = source.defer if self._collator.takes_deferred else None
         get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
-        self._read(get, indices, positions, own=None if defer is None else _computed)
-        return self._collated()
+        return self._collated(self._read(get, indices, positions, own=None if defer is None else _computed))
 
     def _fetch_next(self, index: Any) -> Any:
         reader = self.reader
@@ -222,14 +213,13 @@ class Fetcher:
         if not self._auto_collation:
             self.num_samples = 1
             return self._stacked(lambda: self._collate_fn(next(reader.samples)))
-        rows, size = self._rows, len(index)
-        rows.begin(size, keeps=not self._writes_rows)
-        rows.take_all(map(next, itertools.repeat(reader.samples, size)))
-        self.num_samples = len(rows)
-        reader.has_ended = len(rows) < size
-        if not len(rows) or (self._drop_last and reader.has_ended):
+        size = len(index)
+        samples = self._taken(map(next, itertools.repeat(reader.samples, size)), size)
+        self.num_samples = len(samples)
+        reader.has_ended = len(samples) < size
+        if not samples or (self._drop_last and reader.has_ended):
             raise StopIteration
-        return self._collated()
+        return self._collated(samples)
 
     def _read_again(self, index: Any) -> None:
         """Bring a stream without a state to where it was.
@@ -242,8 +232,8 @@ class Fetcher:
                 with contextlib.suppress(Exception):  # the caller got this error instead of the batch
                     self._collate_fn(samples if self._auto_collation else samples[0])
 
-    def _read_samples(self, indices: Any, key: BatchKey | None) -> None:
-        """Read the samples of a batch into its rows, or keep them."""
+    def _samples(self, indices: Any, key: BatchKey | None) -> Any:
+        """Read the samples of a batch."""
         dataset = self._dataset
         if self._seeder is None and not self._expects and getattr(dataset, "__getitems__", None):
             self.num_samples = operator.length_hint(indices)  # 0 if a custom sampler hides it
@@ -253,36 +243,11 @@ class Fetcher:
                 if self.replacer is None:
                     raise
             else:
-                self._rows.add_all(samples, keeps=not self._writes_rows)
-                return
+                is_list = isinstance(samples, (list, tuple))
+                return self._taken(iter(samples), len(samples)) if is_list and self._is_default else samples
         if type(indices) is not list:
             indices = list(indices)
-        self._read(self._getter(None, indices, key), indices, indices)
-
-    def _fetch_plain(self, indices: list[Any]) -> Any:
-        """Read samples one by one, and collate them; what torch collates as it is takes few calls.
-
-        Beside samples that cost nothing, the calls of the other way take a tenth of the time.
-        """
-        dataset, rows = self._dataset, self._rows
-        self.num_samples = len(indices)
-        self._indices, self._left = indices, iter(indices)
-        first = dataset[next(self._left)]
-        if not rows.leaves_to_torch(first, len(indices)):
-            rows.begin(len(indices))
-            rows.take_all(iter((first,)))
-            del first
-            rows.read(dataset, self._left)
-            self._indices = ()
-            return self._collated()
-        samples = [first]
-        samples += [dataset[index] for index in self._left]
-        self._indices = ()
-        try:
-            return self._stacked(default_collate, samples)
-        except Exception as error:
-            explain(samples, "$", error)
-            raise
+        return self._read(self._getter(None, indices, key), indices, indices)
 
     def _read(
         self,
@@ -291,14 +256,24 @@ class Fetcher:
         positions: Sequence[Any],
         *,
         own: Callable[[Any], Any] | None = None,
-    ) -> None:
+    ) -> list[Any]:
         """Read each position, by ``get`` if it is given; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
-        keeps = not self._writes_rows
-        self._rows.begin(len(indices), keeps=keeps, own=own)
         self._indices, self._left = indices, iter(positions)
-        self._rows.read(self._dataset, self._left, get)
+        if get is None:
+            samples = map(operator.getitem, itertools.repeat(self._dataset), self._left)
+        else:
+            samples = map(get, self._left)
+        taken = self._taken(samples, len(indices), own)
+        if len(taken) < len(indices):
+            raise StopIteration  # the dataset did, which for torch ends the epoch
         self._indices = ()
+        return taken
+
+    def _taken(
+        self, samples: Iterator[Any], count: int, own: Callable[[Any], Any] | None = None
+    ) -> list[Any]:
+        return self._collator.take(samples, count, own) if self._is_default else list(samples)
 
     def _getter(
         self, get: Callable[[Any], Any] | None, indices: Any, key: BatchKey | None
@@ -327,16 +302,14 @@ class Fetcher:
         self.gathered_bytes += array.nbytes
         return array
 
-    def _collated(self) -> Any:
-        """Collate the samples read."""
-        if self._writes_rows:
-            return self._stacked(self._rows.finish)
-        samples = self._rows.take()
+    def _collated(self, samples: Any) -> Any:
+        if self._is_default:
+            return self._stacked(self._collator.collate, samples)
         try:
             return self._stacked(self._collate_fn, samples)
         except Exception as error:
             if is_of_torch(error):
-                explain(samples, "$", error)
+                explain(samples, error)
             raise
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:

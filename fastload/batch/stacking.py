@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
 ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
 # torch documents that users can change its map in place; default_collate then follows the user's rules.
-_default_rules = dict(torch_collate.default_collate_fn_map)
+default_rules = dict(torch_collate.default_collate_fn_map)
 
 
 def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
@@ -36,7 +36,7 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
 
     Call this for each batch: a module that a dataset imports with its first sample can add a rule.
     """
-    return collate_fn is default_collate and torch_collate.default_collate_fn_map == _default_rules
+    return collate_fn is default_collate and torch_collate.default_collate_fn_map == default_rules
 
 
 def install_slot_rules() -> None:
@@ -48,7 +48,7 @@ def install_slot_rules() -> None:
     replacements = {torch.Tensor: (_TENSOR_RULE, _slot_rule), np.ndarray: (ARRAY_RULE, _array_slot_rule)}
     for kind, (torch_rule, slot_rule) in replacements.items():
         if rules[kind] is torch_rule:
-            rules[kind] = _default_rules[kind] = slot_rule
+            rules[kind] = default_rules[kind] = slot_rule
 
 
 def rows_for(allocator: BumpAllocator, tensors: Any) -> torch.Tensor:

@@ -176,10 +176,11 @@ def _copy_views(nest: Any, sample: Any) -> Any:
             return leaf.clone() if any(_starts_within(leaf, a) for a in _arrays(sample)) else leaf
         return leaf
 
-    return map_leaves(nest, own, _is_no_container)
+    return map_leaves(nest, own, is_no_container)
 
 
-def _is_no_container(value: Any) -> bool:
+def is_no_container(value: Any) -> bool:
+    """Whether a value in a sample is a leaf; see the top of this file."""
     return not isinstance(value, (dict, list, tuple))
 
 

@@ -64,8 +64,7 @@ METHODS = (
     ("fastload.cache.ram.shared", "SharedMemoryCache", "get", CACHE),
     ("fastload.cache.finished", "LMDBCache", "get", CACHE),
     ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
-    ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
-    ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
+    ("fastload.batch.collate", "_Rows", "write", COLLATE),
 )
 LOAD = "ImageFile.load"  # with the format of the file
 OWN_COLLATE = "fastload"  # the name of fastload's own collating in reports: no user can make it cheaper

@@ -10,7 +10,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from fastload.batch.collate import RowCollate
+from fastload.batch.collate import Collator
 from fastload.memory.lease import BufferPool
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches
@@ -88,10 +88,8 @@ def test_they_are_written_to_the_memory_of_the_batch(kind: Any, monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     allocator = BufferPool(1 << 20)
     allocator.begin()
-    rows = RowCollate(allocator, in_worker=True, channels_last=False)
-    rows.begin(4)
-    rows.read(datasets.Made(lambda index: image(index, kind), 4), iter(range(4)))
-    batch = rows.finish()
+    collator = Collator(allocator, in_worker=True, channels_last=False)
+    batch = collator.collate(collator.take((image(index, kind) for index in range(4)), 4))
     assert allocator.lease is not None
     assert allocator.memory is not None
     start = ctypes.addressof(allocator.lease)
