@@ -344,6 +344,8 @@ class LmdbStore:
         with self._lock:
             if key in self._pending:
                 return True
+            if not self._max_pending_bytes:  # while another process commits, this one does not open it
+                self._limit_pending()
             if self._pending and not self.has_room(len(record)):
                 self._commit()
             if not self.has_room(len(record)):
