@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1680, 1050),
     "workers": (2202, 1150),
     "batch": (1355, 800),
-    "cache": (4699, 2600),
+    "cache": (4701, 2600),
     "readers": (1793, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),
