@@ -25,8 +25,7 @@ from fastload.nested.attributes import attributes
 from fastload.nested.tree import first_difference
 from fastload.rng.draws import DrawWatch
 from fastload.rng.entry_points import seeded_by
-from fastload.rng.generators import LIBRARY_GENERATORS
-from fastload.rng.rng_scope import RngScope
+from fastload.rng.states import LIBRARY_GENERATORS
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -81,7 +80,7 @@ def probe(
             add_note(error, f"in sample {index} of the dataset")
             raise
 
-    with RngScope(watch.generators):
+    with seeded_by(None, watch.generators.values()):
         _seed(watch, _SEEDS[0])
         if indices is None:
             samples = dict(itertools.islice(readable(dataset, read), _PROBED))
@@ -177,7 +176,7 @@ def _twin(dataset: Any) -> Any:
 
 def read_unnoticed(dataset: Any, index: int) -> Any:
     """One sample; generators of the libraries and of pipelines stay as they were, and so does the dataset."""
-    with RngScope(list(LIBRARY_GENERATORS)), seeded_by(DrawWatch(twin := _twin(dataset))):
+    with seeded_by(DrawWatch(twin := _twin(dataset)), LIBRARY_GENERATORS):
         return twin[index]
 
 

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.augmentation.libraries import LIBRARIES
+from fastload.rng.states import restorer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fastload.augmentation.library import GeneratorKind, RandomClass
 
@@ -113,21 +114,39 @@ def current_source() -> RandomSource | None:
 
 
 class seeded_by:  # noqa: N801  # a block, used as a function
-    """A block in which the transforms that this thread calls draw from ``source``; None changes nothing.
+    """A block in which the transforms that this thread calls draw from ``source``; reusable.
 
     A class, not a contextlib generator: it is entered for each batch, and leaves errors untouched.
+
+    Args:
+        source: None changes nothing.
+        generators: Of numpy, random or torch: they get the states of before back, also after an error.
     """
 
-    def __init__(self, source: RandomSource | None) -> None:
+    def __init__(self, source: RandomSource | None, generators: Iterable[Any] = ()) -> None:
         self._source = source
+        self._generators = generators
+        self._restores: list[Callable[[], object]] = []
+        self._outside: Streams | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was entered."""
+        return self._outside is not None
 
     def __enter__(self) -> None:
+        self._restores = list(map(restorer, self._generators))
+        self._outside = (
+            THREAD.streams
+        )  # a signal handler can raise before any call: from here on, exit restores
         if self._source is not None:
-            self._outside, THREAD.streams = THREAD.streams, Streams(self._source)
+            THREAD.streams = Streams(self._source)
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._source is not None:
-            THREAD.streams = self._outside
+        if self._outside is not None:
+            THREAD.streams, self._outside = self._outside, None
+            for restore in self._restores:
+                restore()
 
 
 def set_worker_source(source: RandomSource | None, *, is_thread: bool) -> None:

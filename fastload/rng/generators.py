@@ -26,6 +26,7 @@ import torch
 from fastload.augmentation.libraries import LIBRARIES
 from fastload.nested.attributes import attributes, read_class_dict, read_mro
 from fastload.rng.entry_points import RandomSource, random_bases
+from fastload.rng.states import LIBRARY_GENERATORS
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -79,32 +80,29 @@ class Search:
         return holders
 
     def _walk(self, owner: str, root: Any) -> None:
-        num_held = len(self.held)
+        num_held, num_before = len(self.held), 0
         bases = {id(cls) for _, cls in random_bases()}
         self._seen[id(root)] = root
         queue: collections.deque[tuple[Any, Path, int]] = collections.deque([(root, (), 0)])
         long: list[tuple[Any, Path, int]] = []  # containers, and how many of their elements were visited
-        num_before, max_seen = 0, len(self._seen) + _MAX_VISITS
+        max_seen = len(self._seen) + _MAX_VISITS
         while queue:
             value, path, start = queue.popleft()
             is_transform = not bases.isdisjoint(map(id, read_mro(type(value))))
             if issubclass(type(value), _GENERATORS):
                 stream = f"{owner} {len(self.held) - num_held}".encode()
                 steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
-                place = "".join((owner, *steps))
-                self.held.append(HeldGenerator(value, stream, _seeder_of(value), place))
+                self.held.append(HeldGenerator(value, stream, _seeder_of(value), "".join((owner, *steps))))
             elif is_transform and start == 0:
                 self.transforms.append(value)
-            elements = list(itertools.islice(_elements(value), start, start + _CHUNK_ELEMENTS))
-            if len(elements) == _CHUNK_ELEMENTS:
-                long.append((value, path, start + _CHUNK_ELEMENTS))
-            parts = [((True, key), part) for key, part in elements]
+            stop = start + _CHUNK_ELEMENTS
+            parts = [((True, key), part) for key, part in itertools.islice(_elements(value), start, stop)]
+            if len(parts) == _CHUNK_ELEMENTS:
+                long.append((value, path, stop))
             if start == 0 and id(type(value)) not in _BUILTIN and not issubclass(type(value), _LEAVES):
-                parts += [
-                    ((False, name), part)
-                    for name, part in attributes(value).items()
-                    if not (is_transform and name in _OF_TRANSFORMS)
-                ]
+                passed_over = _OF_TRANSFORMS if is_transform else ()
+                named = attributes(value).items()
+                parts += [((False, name), part) for name, part in named if name not in passed_over]
             for step, part in parts:
                 if id(type(part)) not in _PLAIN and not _is_closed(part):
                     self._holders[id(part)].append(value)
@@ -126,8 +124,6 @@ class Search:
 
 # --- what the search passes over ---------------------------------------------------------------------------
 
-# random.random(), np.random.rand() and torch.rand() draw from these.
-LIBRARY_GENERATORS = (random._inst, np.random.mtrand._rand, torch.default_generator)
 _OF_LIBRARIES = frozenset(map(id, LIBRARY_GENERATORS))
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -208,18 +204,14 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
 
 def tell_of_other_draws(dataset: Any, collate_fn: Any) -> None:
     """Log once that workers seed transforms which keep a RandomState, MONAI's, although the user has."""
-    kinds = [
-        (cls, name)
-        for base, cls in random_bases()
-        for name, kind in base.generators.items()
-        if kind == "legacy"
+    bases = [
+        (cls, base.generators.keys()) for base, cls in random_bases() if "legacy" in base.generators.values()
     ]
-    transforms = Search(dataset, collate_fn).transforms if kinds else []
-    if any(
-        isinstance(transform, cls) and name in vars(transform)
-        for transform in transforms
-        for cls, name in kinds
-    ):
+    transforms = Search(dataset, collate_fn).transforms if bases else []
+    seeded = (
+        isinstance(each, cls) and names & vars(each).keys() for each in transforms for cls, names in bases
+    )
+    if any(seeded):
         say_once(
             "MONAI's random transforms draw from the loader's seed, differently in each worker, unless a "
             "worker_init_fn seeds them. Under torch's loader they draw other numbers, the same ones in each "

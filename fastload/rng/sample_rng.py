@@ -12,22 +12,16 @@ import hashlib
 import itertools
 import random
 import struct
-import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, MapDataPipe, Subset
 
-from fastload.rng.entry_points import THREAD, RandomSource, Streams, set_worker_source
-from fastload.rng.generators import (
-    LIBRARY_GENERATORS,
-    Search,
-    number,
-    pcg64_state,
-)
+from fastload.rng.entry_points import RandomSource, current_source, seeded_by, set_worker_source
+from fastload.rng.generators import Search, number, pcg64_state
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
-from fastload.rng.rng_scope import RngScope, state_restorer
+from fastload.rng.states import LIBRARY_GENERATORS, restorer
 from fastload.system.torch_private import has_own_methods
 
 if TYPE_CHECKING:
@@ -36,13 +30,6 @@ if TYPE_CHECKING:
     from fastload.rng.entry_points import Pair
 
 _SEEDS = struct.Struct("<QIQ")  # of random, numpy and torch: the first 20 bytes of a digest
-
-
-class _Current(threading.local):
-    seeder: SampleSeeder | None = None  # of the sample that this thread is fetching
-
-
-_current = _Current()
 
 
 class SampleSeeder(RandomSource):
@@ -83,8 +70,8 @@ class SampleSeeder(RandomSource):
         self._is_state_set = False  # for this sample
         self._digest = b""  # of the sample's key
         self._generator: np.random.Generator | None = None  # once requested
-        self._outside: tuple[SampleSeeder | None, Streams] = None, THREAD.streams
-        self._scope = RngScope(self._shared) if role == "local" else None
+        self.is_seeded = False  # while samples of a batch are fetched
+        self._block = seeded_by(self, self._shared) if role == "local" else None
         if role != "local":
             set_worker_source(self, is_thread=role == "thread")
 
@@ -129,14 +116,9 @@ class SampleSeeder(RandomSource):
 
     def begin(self, key: SampleKey) -> None:
         """Set all generators for the sample of this key."""
-        if self._scope is not None and not self._scope.is_open:
-            self._scope.__enter__()
-        if _current.seeder is not self:
-            # A dataset being read for a sample can itself iterate over a loader.
-            self._outside = _current.seeder, THREAD.streams
-            _current.seeder = self
-            if self._scope is not None:
-                THREAD.streams = Streams(self)
+        if self._block is not None and not self._block.is_open:
+            self._block.__enter__()
+        self.is_seeded = True
         self._digest = digest = key.digest()
         self._generator = None
         python_seed, numpy_seed, torch_seed = _SEEDS.unpack_from(digest)
@@ -153,16 +135,15 @@ class SampleSeeder(RandomSource):
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
-        if _current.seeder is self:
-            _current.seeder, THREAD.streams = self._outside
-        if self._scope is not None:
-            self._scope.__exit__()
+        self.is_seeded = False
+        if self._block is not None:
+            self._block.__exit__()
 
     def save_generators(self) -> Callable[[], None]:
         """See the function `save_generators`."""
         own, pairs, is_state_set = self._generator, dict(self._pairs), self._is_state_set
         generators = [*self._shared, *itertools.chain(*pairs.values()), self._state]
-        restores = list(map(state_restorer, generators if own is None else [*generators, own]))
+        restores = list(map(restorer, generators if own is None else [*generators, own]))
 
         def restore() -> None:
             self._generator, self._is_state_set = own, is_state_set
@@ -180,6 +161,12 @@ class SampleSeeder(RandomSource):
         return self._generator
 
 
+def _current_seeder() -> SampleSeeder | None:
+    """That of the sample that this thread is fetching."""
+    source = current_source()
+    return source if isinstance(source, SampleSeeder) and source.is_seeded else None
+
+
 def sample_rng() -> np.random.Generator:
     """A NumPy Generator for the sample being fetched: call it in `__getitem__` or a transform.
 
@@ -189,7 +176,7 @@ def sample_rng() -> np.random.Generator:
     (``seeding="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
     torch's default generator. Do not keep it beyond the sample.
     """
-    seeder = _current.seeder
+    seeder = _current_seeder()
     if seeder is not None:
         return seeder.sample_rng()
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -201,7 +188,7 @@ def save_generators() -> Callable[[], None]:
     Call it before user code that another process may skip for this sample, such as reading the source behind
     a cache: a sample draws the same numbers from the cache as from its source. It takes 100 microseconds.
     """
-    seeder = _current.seeder
+    seeder = _current_seeder()
     return (lambda: None) if seeder is None else seeder.save_generators()
 
 

@@ -12,8 +12,8 @@ import random
 import sys
 import threading
 import weakref
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,10 +23,6 @@ from fastload.augmentation.libraries import LIBRARIES
 from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
 from fastload.system.checks import as_int
 from fastload.system.torch_private import generate_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _WORD_BITS = 32  # the word size of numpy's SeedSequence
 
@@ -211,46 +207,24 @@ def _words(seed: int) -> list[int]:
 # --- worker_init_fn --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SeedWorker:
-    """A ``worker_init_fn`` that seeds random, numpy, torch, and what albumentations and MONAI draw.
+def seed_worker(worker_id: int) -> None:
+    """Seed random, numpy, torch, and what albumentations and MONAI draw: a ``worker_init_fn``.
 
     fastload's loader does all this itself.
 
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.
+
+    Raises:
+        RuntimeError: The caller is not a loader's worker.
     """
-
-    functions: tuple[Callable[[int], Any], ...] = ()
-
-    def __call__(self, worker_id: int) -> None:
-        """Seed this worker, then call the functions that `then` has added.
-
-        Raises:
-            RuntimeError: This is not a loader's worker.
-        """
-        info = get_worker_info()
-        if info is None:
-            raise RuntimeError(
-                "seed_worker seeds the worker process that calls it, but this is not a worker: pass it to "
-                "the loader, as DataLoader(..., num_workers=2, worker_init_fn=fastload.seed_worker)"
-            )
-        seed = info.seed
-        if info.method == "process":  # threads share the libraries' generators with all other threads
-            seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-        set_worker_source(WorkerStreams(seed, info.method), is_thread=info.method == "thread")
-        for function in self.functions:
-            function(worker_id)
-
-    def then(self, function: Callable[[int], Any]) -> SeedWorker:
-        """A ``worker_init_fn`` that seeds first and calls ``function(worker_id)`` last; can be chained.
-
-        Raises:
-            TypeError: ``function`` is not callable.
-        """
-        if not callable(function):
-            raise TypeError(f"then() expects a function of the worker's id, got {function!r}")
-        return replace(self, functions=(*self.functions, function))
-
-
-seed_worker = SeedWorker()
+    info = get_worker_info()
+    if info is None:
+        raise RuntimeError(
+            "seed_worker seeds the worker process that calls it, but this is not a worker: pass it to "
+            "the loader, as DataLoader(..., num_workers=2, worker_init_fn=fastload.seed_worker)"
+        )
+    seed = info.seed
+    if info.method == "process":  # threads share the libraries' generators with all other threads
+        seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
+    set_worker_source(WorkerStreams(seed, info.method), is_thread=info.method == "thread")

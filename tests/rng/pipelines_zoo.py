@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import albumentations as A  # the name its own documentation uses
@@ -29,18 +28,6 @@ class Crops(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, int]:
         info = get_worker_info()
         return (-1 if info is None else info.id), corner(self.transform)
-
-
-def note(worker_id: int) -> None:
-    """A worker function that adds a draw to the dataset's one sample, a list."""
-    info: Any = get_worker_info()
-    info.dataset[0].append((worker_id == info.id, random.random()))
-
-
-def repeat(worker_id: int) -> None:
-    """Another one, which doubles the list."""
-    info: Any = get_worker_info()
-    info.dataset[0].extend(list(info.dataset[0]))
 
 
 class Corners(Dataset[int]):

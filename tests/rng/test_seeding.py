@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-import pickle
 import random
-import signal
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A  # the name its own documentation uses
@@ -17,16 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as tud
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fastload
 from fastload import DataLoader
 from fastload.augmentation.albumentations.library import Albumentations
 from fastload.rng import entry_points
-from fastload.rng import rng_scope as module
 from fastload.rng.entry_points import seeded_by
-from fastload.rng.rng_scope import RngScope
 from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
 from fastload.system.logs import say_once
 from tests.kit import datasets
@@ -146,15 +138,8 @@ def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
     assert torchs(datasets.Made(datasets.draws, 4)) == torchs(datasets.Made(datasets.draws, 4), init=None)
 
 
-def test_then_calls_functions_in_order_after_seeding() -> None:
-    """The first draws what torch's seed gives; a chain is equal to a copy of it; misuse is named."""
-    chain = seed_worker.then(zoo.note).then(zoo.repeat)
-    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=seeded()))
-
-    assert torchs([[]], init=chain) == [[(True, random.Random(base_seed).random())] * 2]
-    assert pickle.loads(pickle.dumps(chain)) == chain != seed_worker
-    with pytest.raises(TypeError, match=r"^then\(\) expects a function of the worker's id, got 3$"):
-        seed_worker.then(3)  # type: ignore[arg-type]
+def test_seed_worker_is_for_workers() -> None:
+    """Elsewhere it says where to pass it."""
     with pytest.raises(RuntimeError, match="worker_init_fn=fastload"):
         seed_worker(0)
 
@@ -431,56 +416,6 @@ def test_a_sample_s_streams_outlive_an_inner_loader(num_workers: int) -> None:
     )
 
     assert alone == inside
-
-
-def test_a_child_that_was_forked_while_a_thread_held_the_lock() -> None:
-    """The child waits for no lock, because no thread of its own holds it."""
-    with ThreadPoolExecutor(1) as other:
-        other.submit(module._lock.acquire).result()
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(20)
-            with RngScope([]):
-                pass
-            os._exit(0)
-        other.submit(module._lock.release).result()
-
-    assert os.waitpid(pid, 0)[1] == 0
-
-
-THINGS = "abc"
-
-
-@pytest.mark.slow
-@given(st.lists(st.integers(0, 5) | st.sets(st.sampled_from(THINGS)), max_size=12))
-def test_scopes_in_any_order(steps: list[Any]) -> None:
-    """Each generator is what the latest open scope made it; after all of them it is what it was.
-
-    A step is the number of the scope that ends, or the generators of a new one.
-    """
-    generators = {thing: random.Random(thing) for thing in THINGS}
-    own = {thing: generator.getstate() for thing, generator in generators.items()}
-    is_open: list[tuple[Any, set[str], RngScope]] = []
-
-    def taken(things: set[str], seed: int) -> RngScope:
-        scope = RngScope([generators[thing] for thing in sorted(things)])
-        scope.__enter__()
-        for thing in things:
-            generators[thing].seed(seed)
-        return scope
-
-    for number, step in enumerate(steps):
-        if isinstance(step, set):
-            is_open.append((random.Random(number).getstate(), step, taken(step, number)))
-        elif step < len(is_open):
-            is_open.pop(step)[2].__exit__()
-        for thing in THINGS:
-            states = [state for state, things, _ in is_open if thing in things]
-            assert generators[thing].getstate() == (states[-1] if states else own[thing])
-    for _, _, last in is_open:
-        last.__exit__()
-
-    assert {thing: generator.getstate() for thing, generator in generators.items()} == own
 
 
 # --- pipelines that seed themselves ----------------------------------------------------------------------
