@@ -218,7 +218,7 @@ def headline() -> str:
             "the same memory",
         ),
         "fastload, crop only": (
-            "the same with [`cache=None`](docs/guides/caching.md#decode-only-the-crop): only crops are decoded",
+            "with [`cache=None`](docs/guides/caching.md#decode-only-the-crop): only crops are decoded",
             "the extra `regions`",
         ),
     }

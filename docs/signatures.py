@@ -1,6 +1,6 @@
 """The signatures of the public names, for whoever reads docs/api.md outside of the built site.
 
-`python docs/signatures.py` writes them into the page; tests/test_docs.py fails if they are not those of the code.
+`python docs/signatures.py` writes them into the page; a test fails if they are not those of the code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
-BLOCK = re.compile(r"(?<=<!-- signatures -->\n)```python\n.*?```\n", re.DOTALL)
+BLOCK = re.compile(r"(?<=<!-- signatures -->\n)```py\n.*?```\n", re.DOTALL)
 _NAME = re.compile(r"^::: (fastload\.\S+)$", re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ def signatures() -> str:
     for name in _NAME.findall(PAGE.read_text()):
         module, _, attribute = name.partition(":")
         lines += _entry(name, pkgutil.resolve_name(f"{module}:{attribute}" if attribute else name))
-    return "```python\n" + "\n".join(lines) + "\n```\n"
+    return "```py\n" + "\n".join(lines) + "\n```\n"
 
 
 if __name__ == "__main__":
