@@ -218,7 +218,7 @@ def headline() -> str:
             "the same memory",
         ),
         "fastload, crop only": (
-            "the same with [`cache=None`](docs/guides/larger-than-memory.md): only crops are decoded",
+            "with [`cache=None`](docs/guides/caching.md#decode-only-the-crop): only crops are decoded",
             "the extra `regions`",
         ),
     }
@@ -572,11 +572,10 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         DOCS / "profile.md": {"profiling": watching()},
         DOCS / "how-it-works.md": {"tested": tested()[0]},
-        DOCS / "guides" / "buckets.md": {"remote": latencies()},
         DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes(), "huge_pages": huge_pages()},
         DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
         DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
-        DOCS / "guides" / "recipes.md": {"small_images": small_images()},
+        DOCS / "guides" / "recipes.md": {"small_images": small_images(), "remote": latencies()},
         DOCS / "guides" / "reproducibility.md": {"seeding": seeding()},
         DOCS / "guides" / "workers.md": {"worker_memory": metadata()},
     }

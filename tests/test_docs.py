@@ -23,6 +23,7 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+from docs import signatures
 from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
@@ -218,6 +219,11 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
     assert set(pages) - linked == {"index.md"}
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
+
+
+def test_the_page_of_the_api_has_the_signatures_of_the_code() -> None:
+    """Fails until `python docs/signatures.py` has been run."""
+    assert signatures.signatures() in (DOCS / "api.md").read_text()
 
 
 def test_pages_install_our_package() -> None:

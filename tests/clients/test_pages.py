@@ -32,56 +32,16 @@ photos(64, 64, 16)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 """,
-    "Trainer of transformers": """
-import transformers
-
-dataset, model = Rows(), Classifier()
-arguments = transformers.TrainingArguments(
-    str(FOLDER / "out"),
-    use_cpu=True, num_train_epochs=1, remove_unused_columns=False, report_to=[], save_strategy="no"
-)
-""",
     "torchdata": "",
-    "timm": "import timm.data\ndataset = timm.data.ImageDataset(str(photos(40, 48, 16)))\n",
-    "ignite": """
-from ignite.engine import Engine
-
-
-def step(engine, batch):
-    record("batch", batch)
-""",
     "MONAI": "",
-    "skorch": "from skorch import NeuralNetClassifier\n",
-    "fastai": """
-from fastai.callback import progress
-from fastai.data.core import DataLoaders
-from fastai.learner import Learner
-""",
-    "torchmetrics and kornia": """
-import kornia.augmentation as K
-from torchmetrics.classification import MulticlassAccuracy
-
-accuracy, augment = MulticlassAccuracy(24), K.RandomHorizontalFlip(p=0.5)
-""",
     "PyTorch Geometric": """
 from torch_geometric.data import Data
 
 graphs = [Data(x=torch.ones(n % 3 + 1, 2), edge_index=torch.zeros(2, 1, dtype=torch.long)) for n in range(24)]
 """,
-    "LitData": """
-import litdata
-from litdata.streaming.writer import BinaryWriter
-
-writer = BinaryWriter("chunks", chunk_size=4)
-for number in range(24):
-    writer[number] = {"label": number}
-writer.done()
-writer.merge()
-""",
 }
-AFTER = dict.fromkeys(["torchdata", "timm", "MONAI", "PyTorch Geometric", "LitData"], SEES_BATCHES)
+AFTER = dict.fromkeys(["torchdata", "MONAI", "PyTorch Geometric"], SEES_BATCHES)
 AFTER["Accelerate"] = SEES_BATCHES + "accelerator.end_training()\n"
-AFTER["fastai"] = "with learner.no_bar(), learner.no_logging():\n    learner.fit(1, 0.05)\n"
 
 
 def _blocks(heading: str) -> str:
