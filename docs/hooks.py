@@ -1,7 +1,7 @@
-"""Links from a page to files of the repository outside docs/, and the version of the site.
+"""Links from a page to files of the repository outside docs/, its address, and the version of the site.
 
-In the repository such a link leads to the file. The site does not contain the file. With `repo_url` in
-mkdocs.yml the link leads to the file there; without it the link becomes its text and the path of the file.
+In the repository such a link leads to the file. The site does not contain the file. With an address in
+address.py the link leads to the file there; without it the link becomes its text and the path of the file.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """The configuration, with the version in the footer of each page."""
+    """The configuration, with the version in the footer of each page, and the address of the repository."""
     text = (Path(__file__).parents[1] / "fastload" / "version.py").read_text()
     version = re.search(r'__version__ = "(.+)"', text)
     assert version is not None
+    address = re.search(
+        r'^ADDRESS = "(.*)"', (Path(__file__).parent / "address.py").read_text(), re.MULTILINE
+    )
+    assert address is not None
+    config.repo_url = address[1] or None
     config.copyright = f"fastload {version[1]}, Apache-2.0"
     return config
 

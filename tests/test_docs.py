@@ -23,7 +23,7 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
-from docs import signatures
+from docs import address, signatures
 from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
@@ -224,6 +224,18 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
 def test_the_page_of_the_api_has_the_signatures_of_the_code() -> None:
     """Fails until `python docs/signatures.py` has been run."""
     assert signatures.signatures() in (DOCS / "api.md").read_text()
+
+
+def test_the_address_of_the_repository_is_the_same_everywhere() -> None:
+    """Fails until `python docs/address.py` has been run; a new address replaces an old one, and can go."""
+    urls = "", "https://example.org/a", "https://example.org/b"
+    for name in address.PLACES:
+        assert address.address_in(name) == address.ADDRESS
+        text = (ROOT / name).read_text()
+        none, first, second = (address.written(name, text, address.ADDRESS, url) for url in urls)
+        assert address.written(name, first, urls[1], urls[2]) == second
+        assert address.written(name, second, urls[2], "") == none
+        assert second.count(urls[2]) == 1
 
 
 def test_pages_install_our_package() -> None:
