@@ -90,7 +90,7 @@ class AlarmError(Exception):
 
 
 # A descriptor that is received or closed belongs to no object for a moment: who raises there leaves it open.
-HAND_OVER = {"Channel.receive", "_descriptors", "Received.__init__", "Received.close"}
+HAND_OVER = {"Channel.receive", "Channel._loaded", "Channel._close_received"}
 
 
 class Injection:
