@@ -203,12 +203,12 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.fixture
 def lends_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small leaves lie in slots and in buffers, too: batches of a few bytes then show what is lent."""
+    from fastload.batch import packing
     from fastload.memory import lease
-    from fastload.workers import slot_pool
 
     monkeypatch.setattr(lease, "SMALL_BYTES", 0)
-    monkeypatch.setattr(slot_pool, "SMALL_BYTES", 0)
-    monkeypatch.setattr(slot_pool, "_SMALL_SHARE", 0)
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)
+    monkeypatch.setattr(packing, "_SMALL_SHARE", 0)
 
 
 @pytest.fixture

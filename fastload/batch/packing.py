@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.memory.lease import ALIGNMENT_BYTES, BumpAllocator
+from fastload.memory.lease import ALIGNMENT_BYTES, SMALL_BYTES, BumpAllocator
 from fastload.memory.segment import round_up
+from fastload.system import by_value
 
 # What `nbytes_of` looks at.
 _MAX_VALUES = 8  # of a container that is examined; a tensor takes 0.1 us
@@ -39,6 +40,10 @@ PackedLeaf = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
 # A longer skeleton does not fit into a message beside the leaves (see `workers.channel`).
 _LONG_SKELETON_BYTES = 2048
 
+# Small leaves are copied out of their slot: a loop that keeps all labels, for a metric, would otherwise keep
+# all images. At most SMALL_BYTES of a batch are copied, or this share of it, whichever is more.
+_SMALL_SHARE = 1 / 32
+
 
 class Packed(NamedTuple):
     """The part of a batch sent as a message; the bytes of its leaves are in the slot."""
@@ -51,6 +56,11 @@ class Packed(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the leaves."""
         return self.used_bytes if isinstance(self.skeleton, bytes) else self.skeleton[0]
+
+    @property
+    def small_bytes(self) -> int:
+        """How many bytes of small leaves are copied, for a caller who keeps them alone."""
+        return max(SMALL_BYTES, int(self.used_bytes * _SMALL_SHARE))
 
 
 def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
@@ -132,7 +142,7 @@ class Packer(pickle.Pickler):
             return _itself, (_PLACE,)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":  # which pickle cannot write
             return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(value),)
-        return NotImplemented
+        return by_value.reduce_class(value)
 
 
 class _PlaceCounter(pickle.Pickler):
@@ -152,7 +162,7 @@ def count_places(batch: Any) -> int:
     return counter.num_places
 
 
-def pack(batch: Any, allocator: BumpAllocator, packer_type: type[Packer] = Packer) -> Packed:
+def pack(batch: Any, allocator: BumpAllocator) -> Packed:
     """Lay ``batch`` out in the allocator's memory, which grows if necessary.
 
     Leaves whose bytes lie there already are not moved, unless it must grow.
@@ -160,10 +170,9 @@ def pack(batch: Any, allocator: BumpAllocator, packer_type: type[Packer] = Packe
     Args:
         batch: The batch.
         allocator: Owns the memory.
-        packer_type: Pickles the skeleton; plain `pickle` can read it.
     """
     file = io.BytesIO()
-    packer = packer_type(file)
+    packer = Packer(file)
     packer.dump(batch)
     text = file.getvalue()
     # As one more leaf, so that it needs neither memory of its own nor another copy.

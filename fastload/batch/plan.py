@@ -78,11 +78,6 @@ class Plan:
 
     # A `PickledPlan` has these, too.
 
-    @property
-    def is_by_value(self) -> bool:
-        """No: under fork nothing was pickled."""
-        return False
-
     def load(self) -> Plan:
         """This object itself: under fork nothing was pickled."""
         return self

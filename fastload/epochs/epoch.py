@@ -74,6 +74,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         # torch.
         self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
+        self._is_drawn = False  # whether there are no more requests
         self._is_prefetched = False
         self._pool: Any = self._make_pool(loader, backend)
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
@@ -120,7 +121,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
 
     def _begin_epoch(self, loader: Any, first_iter: bool) -> None:
         self._is_prefetched = False
-        self._failed_sampler = ""
+        self._failed_sampler, self._is_drawn = "", False
         epoch, position = None, self.position
         states = position.dataset_states
         if not first_iter:
@@ -154,6 +155,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         try:
             index = next(self._sampler_iter)
         except StopIteration:
+            self._is_drawn = True
             for each in range(max(1, self._num_workers)):
                 self._finish(each)
             return None
@@ -165,6 +167,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
             return error
         worker = 0 if self._is_inline else self._schedule.assign()
         if worker is None:
+            self._is_drawn = True
             return None
         number, key = self.position.next_number(), None
         if self._plan.needs_keys:
@@ -245,7 +248,12 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         if not self._is_prefetched:
             pool.stop_reading_slots()  # of an earlier epoch, with persistent workers
         deadline = self._deadline() if self._timeout > 0 else None
-        while schedule.pending:
+        while schedule.pending or not self._is_drawn:
+            if not schedule.pending:  # an error of the sampler came instead of the only request
+                failure = self._put_index()
+                if failure is not None:
+                    _raise(failure)
+                continue
             worker = schedule.due()
             try:
                 pending = pool.take(worker)

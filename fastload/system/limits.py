@@ -56,19 +56,6 @@ def cgroup_directories(controller: str, root: str | Path = "/") -> Iterator[tupl
                 yield root.joinpath("sys/fs/cgroup", mount, *parts[:depth]), is_v2
 
 
-def oom_kills(root: str | Path = "/") -> int:
-    """How many processes of this cgroup the out-of-memory killer has killed; 0 if the kernel does not say.
-
-    Args:
-        root: As for `cgroup_directories`.
-    """
-    counts = (
-        read_counter(read_text(group / "memory.events"), "oom_kill")
-        for group, _ in cgroup_directories("memory", root)
-    )
-    return next((kills for kills in counts if kills is not None), 0)
-
-
 # --- resource limits --------------------------------------------------------------------------------------
 
 

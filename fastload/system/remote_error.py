@@ -16,11 +16,12 @@ import os
 import pickle
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
 from fastload.errors import FastloadError
+from fastload.system import by_value
 from fastload.system.logs import is_debugging
 from fastload.system.notes import add_note
 from fastload.system.torch_private import ExceptionWrapper
@@ -33,8 +34,6 @@ _HEADER = "Traceback (most recent call last):\n"
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), torch.__file__)
 )
-_pickle: Any = pickle  # writes errors; pickle reads them
-_SHORT_TEXT = 400  # characters; each takes four bytes at most
 
 
 class RemoteError(NamedTuple):
@@ -87,17 +86,6 @@ class RemoteError(NamedTuple):
         """An error that occurred in another thread of this process."""
         hide_frames(error)
         return cls(error, place)
-
-    def shortened(self, num_bytes: int, where: str) -> RemoteError:
-        """The error in at most ``num_bytes`` when pickled, without notes; long texts lose their middle."""
-        error = pickle.loads(self.payload) if isinstance(self.payload, bytes) else self.payload
-        text = error.exc_msg if isinstance(error, ExceptionWrapper) else f"{type(error).__name__}: {error}"
-        if len(text) > 2 * _SHORT_TEXT:
-            text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}"
-        if isinstance(error, ExceptionWrapper):
-            error.exc_msg = text
-        short = RemoteError(pickle.dumps(error), self.place)
-        return short if len(pickle.dumps(short)) < num_bytes else RemoteError.of_text(text, where)
 
     def reraise(self) -> NoReturn:
         """Raise the error, with its notes."""
@@ -177,15 +165,9 @@ def _pickled(value: BaseException | ExceptionWrapper) -> bytes:
     Raises:
         Exception: The error cannot be sent.
     """
-    data: bytes = _pickle.dumps(value)
+    data = by_value.dumps(value)
     pickle.loads(data)
     return data
-
-
-def use_pickle(module: Any) -> None:
-    """Write errors with this module from now on, in this process; `pickle.loads` reads them."""
-    global _pickle
-    _pickle = module
 
 
 def _take_own_notes(error: BaseException) -> tuple[str, ...]:

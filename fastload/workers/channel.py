@@ -1,4 +1,4 @@
-"""The pipe between the parent and one worker, for messages of at most 4 KB and file descriptors.
+"""The pipe between the parent and one worker, for short messages and file descriptors.
 
 It is a pair of connected SOCK_SEQPACKET sockets: each message arrives complete or not at all, and can carry
 descriptors (unix(7), SCM_RIGHTS). Rules:
@@ -9,8 +9,7 @@ descriptors (unix(7), SCM_RIGHTS). Rules:
 3. close() shuts the connection down, so the other end notices even if a forked process has a copy.
 4. Sending and receiving order memory accesses (see `memory.memory_model`): who receives a message sees all
    that was written before it was sent, in slots and in segments.
-5. A message whose descriptors did not arrive (this process has reached its limit) is marked as cut, and keeps
-   its number. The receiver never mistakes it for a message without descriptors.
+5. A message whose descriptors did not arrive, because this process has reached its limit, is an error.
 6. If a signal handler raises while a message is received, the message is lost, and its descriptors can stay
    open. The owner then closes the connection.
 """
@@ -19,63 +18,22 @@ from __future__ import annotations
 
 import array
 import contextlib
-import mmap
+import io
 import os
 import pickle
 import select
 import socket
-import struct
 from collections import deque
 from typing import Any
 
+from fastload.errors import BatchLostError
 from fastload.memory.segment import Segment
+from fastload.system.limits import too_many_files
 
-MESSAGE_BYTES = 4096
-_HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
+MESSAGE_BYTES = 32768
 _INT_BYTES = array.array("i").itemsize
 # As integers, because each operation on socket's flags takes a microsecond. They are not on all platforms.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-
-
-class Received:
-    """A message that has arrived; it owns its descriptors until `close`.
-
-    Args:
-        data: The bytes that came through the socket.
-        fds: The descriptors that came with them.
-
-    Attributes:
-        number: The number that the sender gave it.
-        is_cut: Whether descriptors are missing, because this process has reached its limit.
-    """
-
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self._data = data
-        self._fds = fds
-        self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
-        self.is_cut = len(fds) < num_fds
-
-    def load(self) -> Any:
-        """Unpickle the message, which must not be cut.
-
-        Raises:
-            Exception: An error of unpickling.
-        """
-        if self._is_in_segment:
-            with mmap.mmap(self._fds[0], self._nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
-                return pickle.loads(pages)
-        return pickle.loads(memoryview(self._data)[_HEADER.size :])
-
-    @property
-    def fd(self) -> int | None:
-        """The descriptor sent with the message; this object keeps owning it."""
-        position = int(self._is_in_segment)  # the segment's descriptor comes first
-        return self._fds[position] if len(self._fds) > position else None
-
-    def close(self) -> None:
-        """Close the descriptors; idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
 
 
 class Channel:
@@ -91,41 +49,37 @@ class Channel:
         self._socket = end
         # Messages, their descriptors, and the segment of a long one.
         self._outbox: deque[tuple[bytes, list[int], Segment | None]] = deque()
-        self._last: Received | None = None  # closed with this end, if an error came before its `close`
+        self._received = array.array("i")  # the descriptors that came with the last message
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
         return self._socket.fileno()
 
-    def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
-        """Send a picklable message and a descriptor, which the caller keeps owning.
+    def send(self, message: Any, fd: int | None = None) -> None:
+        """Send a picklable message, not an int, and a descriptor, which the caller keeps owning.
 
         Args:
             message: Any picklable object.
             fd: A descriptor of which the receiver gets a duplicate; it stays open while the message is in the
                 outbox.
-            number: Of the message; the receiver gets it even if the descriptors do not arrive.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
             SharedMemoryError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        nbytes = len(data)
         fds = [] if fd is None else [fd]
+        data = pickle.dumps((len(fds), message), pickle.HIGHEST_PROTOCOL)
         segment = None
-        if _HEADER.size + nbytes > MESSAGE_BYTES:
-            segment = Segment.create(nbytes, name="fastload-message")
-            fds.insert(0, segment.fd)
+        if len(data) > MESSAGE_BYTES:
+            segment = Segment.create(len(data), name="fastload-message")
             try:
                 segment.write(data)
             except BaseException:
                 segment.close()
                 raise
-            data = b""
-        self._outbox.append(
-            (_HEADER.pack(segment is not None, len(fds), number, nbytes) + data, fds, segment)
-        )
+            data = pickle.dumps((len(fds) + 1, len(data)), pickle.HIGHEST_PROTOCOL)
+            fds.append(segment.fd)
+        self._outbox.append((data, fds, segment))
         self.flush()
 
     def flush(self) -> bool:
@@ -142,26 +96,45 @@ class Channel:
             self._outbox.popleft()
         return True
 
-    def receive(self) -> Received | None:
-        """The next message; the caller closes it before requesting the next one.
+    def receive(self) -> tuple[Any, int | None] | None:
+        """The next message, and the descriptor that came with it, which stays open until the next call.
 
         Returns None if no message has arrived and this end does not block, or if the other end has gone.
+
+        Raises:
+            BatchLostError: A descriptor did not arrive, because this process has reached its limit.
+            Exception: An error of unpickling.
         """
-        # A message has at most two descriptors: of its segment, and the caller's.
-        ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
+        self._close_received()
         for _ in range(2):
-            try:
-                data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, ancillary_bytes, _CLOSE_ON_EXEC)
+            try:  # a message has at most two descriptors: the sender's, and that of its segment
+                data, ancillary, _, _ = self._socket.recvmsg(
+                    MESSAGE_BYTES, socket.CMSG_SPACE(2 * _INT_BYTES), _CLOSE_ON_EXEC
+                )
             except BlockingIOError:
                 return None
             except ConnectionResetError:
                 # The other end closed with messages unread. Linux reports that once, before what it had sent.
                 continue
-            if not data:
-                return None
-            self._last = Received(data, _descriptors(ancillary))
-            return self._last
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    self._received.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
+            return self._loaded(data) if data else None
         return None
+
+    def _loaded(self, data: bytes) -> tuple[Any, int | None]:
+        num_fds, message = pickle.loads(data)
+        fds = self._received
+        if len(fds) < num_fds:
+            raise BatchLostError(f"the memory of a batch could not be received, {too_many_files()}")
+        if type(message) is int:
+            with io.FileIO(fds.pop()) as file:  # a mapping would need another descriptor
+                num_fds, message = pickle.loads(file.readall())
+        return message, fds[0] if num_fds else None
+
+    def _close_received(self) -> None:
+        while self._received:
+            os.close(self._received.pop())
 
     @property
     def is_flushed(self) -> bool:
@@ -197,18 +170,8 @@ class Channel:
             if segment is not None:
                 segment.close()
         self._outbox.clear()
-        if self._last is not None:
-            self._last.close()
+        self._close_received()
         self._socket.close()
-
-
-def _descriptors(ancillary: list[Any]) -> list[int]:
-    """The descriptors in the ancillary data of a message."""
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
-    return fds.tolist()
 
 
 def why_no_channel() -> str | None:

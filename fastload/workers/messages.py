@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastload.batch.packing import Packed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.failures import FailedSample
@@ -56,6 +56,7 @@ class BeginEpoch(NamedTuple):
 class FetchRequest(NamedTuple):
     """The request to a worker process for the batch of ``index``. Sent as a tuple, which pickles faster."""
 
+    serial: int  # the number of the request, which the reply has, too
     slot: int  # the number of the slot for the batch
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on
@@ -128,7 +129,7 @@ class BatchReply:
         return int(self.kind), payload, self.dataset_state, self.failed, self.num_samples, *counters
 
     @classmethod
-    def from_plain(cls, plain: tuple[Any, ...]) -> BatchReply:
+    def from_plain(cls, plain: Sequence[Any]) -> BatchReply:
         """The reply of which ``plain`` is the `to_plain`."""
         number, payload, dataset_state, failed, num_samples, *counters = plain
         kind = _KINDS[number]  # in a tenth of the time of ReplyKind(number)

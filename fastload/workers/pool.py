@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import abc
 import os
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastload.errors import LoaderClosedError, WorkerDiedError
+from fastload.system.logs import log
+from fastload.system.notes import add_note
+from fastload.workers.messages import BeginEpoch, WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,10 +23,73 @@ if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.plan import Plan
     from fastload.device.devices import Backend
-    from fastload.workers.messages import PendingBatch, WorkerCounters
+    from fastload.workers.messages import PendingBatch
 
 # How long workers have to finish their current sample when the pool is closed.
 GRACE_S = 5.0
+
+# How often a waiting caller checks its workers; a check costs little.
+WATCH_INTERVAL_S = 5.0
+
+
+def limit_s(deadline: float | None) -> float:
+    """How long a caller waits before it checks its workers.
+
+    Raises:
+        TimeoutError: ``deadline``, a time of `time.monotonic`, has passed.
+    """
+    if deadline is None:
+        return WATCH_INTERVAL_S
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return min(WATCH_INTERVAL_S, left_s)
+
+
+def note_unsent(error: Exception, pending: PendingBatch) -> None:
+    """Add to an error which index kept a request from being sent."""
+    add_note(
+        error,
+        f"fastload: the index of batch {pending.number} could not be sent to worker {pending.worker}",
+    )
+
+
+class WorkerHandle:
+    """The consumer's record of one worker process or actor.
+
+    Attributes:
+        id: 0 to num_workers - 1.
+        sent: Requests in the order of their replies, until `take` returns them.
+        begin: What a replacement begins with: the state is that of the last reply.
+    """
+
+    def __init__(self, worker_id: int) -> None:
+        self.id = worker_id
+        self.sent: deque[PendingBatch] = deque()
+        self.begin = BeginEpoch(None, None)
+
+    @property
+    def oldest(self) -> PendingBatch | None:
+        """The request that the worker replies to next."""
+        return self.sent[0] if self.sent else None
+
+    def first_message(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> BeginEpoch:
+        """What the worker gets when an epoch begins."""
+        return BeginEpoch(epoch, None if dataset_states is None else dataset_states[self.id])
+
+    def begin_epoch(self, message: BeginEpoch) -> bool:
+        """Note the message of an epoch; return whether the worker's copy of the dataset loads its state."""
+        state = message.dataset_state
+        if state is None or state.has_state or self.begin.dataset_state is None:
+            self.begin = message
+            return True
+        self.begin = self.begin._replace(epoch=message.epoch)  # a persistent worker's copy keeps its state
+        return False
+
+    def note_state(self, state: DatasetState | None) -> None:
+        """Note the state of the worker's copy of the dataset after a reply."""
+        if state is not None and self.begin.dataset_state is not None:
+            self.begin = self.begin._replace(dataset_state=state)
 
 
 def asked(workers: Sequence[Any], worker_id: int | None) -> list[Any]:
@@ -63,6 +131,7 @@ class WorkerPool(abc.ABC):
         self._pid = os.getpid()
         self._is_closed = False
         self._death = ""  # the message of the error, if the pool closed because workers died
+        self._restarts_left = plan.num_restarts
 
     @property
     def is_ours(self) -> bool:
@@ -80,6 +149,20 @@ class WorkerPool(abc.ABC):
             raise WorkerDiedError(self._death)
         if self._is_closed:
             raise LoaderClosedError
+
+    def _note_death(self, who: str, causes: str) -> None:
+        """From here on `expect_open` raises WorkerDiedError."""
+        self._death = f"DataLoader worker ({who}) exited unexpectedly: {causes}"
+        log.error("%s", self._death)
+
+    def _use_restart(self, cause: str) -> None:
+        self._restarts_left -= 1
+        self._count(WorkerCounters(num_restarts=1))
+        log.warning(
+            "%s A new worker reads its unfinished batches again; max_worker_restarts allows %d more",
+            cause,
+            self._restarts_left,
+        )
 
     @abc.abstractmethod
     def start(self) -> None:

@@ -18,7 +18,7 @@ import os
 import select
 import sys
 import time
-from multiprocessing import forkserver, resource_tracker, spawn
+from multiprocessing import forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -188,20 +188,6 @@ def why_no_processes() -> str | None:
         if error.errno not in (errno.EMFILE, errno.ENFILE):  # starting a worker reports these itself
             return f"this system denies pidfd_open, pidfd_send_signal or socketpair: {error}"
     return None
-
-
-def check_start(method: str) -> None:
-    """Raise a clear error here for a problem that would otherwise appear later, in a child process.
-
-    Raises:
-        WorkerStartError: Workers cannot import the main script.
-    """
-    main_path = spawn.get_preparation_data("worker").get("init_main_from_path") if method != "fork" else None
-    if main_path is not None and not os.path.exists(main_path):
-        raise WorkerStartError(
-            f"workers started with {method!r} run the main script again, but there is no file {main_path}. "
-            "Save the script to a file, or use multiprocessing_context='fork'."
-        )
 
 
 def start_helpers(method: str) -> None:

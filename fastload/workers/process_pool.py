@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import select
 import signal
+import sys
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import multiprocessing
 
+from fastload.batch.packing import restore, unpack, views
+from fastload.device.registered import RegisteredSlots, hides_tensors
 from fastload.errors import BatchLostError
 from fastload.memory.lease import Memory
-from fastload.memory.ring import Ring
+from fastload.memory.ring import Ring, SlotState
 from fastload.memory.segment import Segment
-from fastload.system.limits import oom_kills, too_many_files
-from fastload.system.notes import add_note, short_repr
+from fastload.system.notes import short_repr
+from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import memory_to_keep
 from fastload.workers.channel import make_channel
 from fastload.workers.messages import (
@@ -34,16 +37,19 @@ from fastload.workers.messages import (
     ReplyKind,
     WorkerCounters,
 )
-from fastload.workers.pool import GRACE_S, asked
-from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
+from fastload.workers.pool import GRACE_S, WorkerHandle, WorkerPool, asked, limit_s, note_unsent
+from fastload.workers.process import WorkerProcess, start_helpers, wait_for_all
 from fastload.workers.sent_plan import PickledPlan, pickle_plan
-from fastload.workers.slot_pool import SlotPool, WorkerHandle, limit_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.batch.dataset_state import DatasetState
+    from fastload.batch.packing import Packed
     from fastload.batch.plan import Plan
-    from fastload.workers.channel import Channel, Received
+    from fastload.device.devices import Backend
+    from fastload.memory.ring import Slot
+    from fastload.workers.channel import Channel
     from fastload.workers.messages import PendingBatch
 
 # After GRACE_S, a worker gets SIGTERM, and then SIGKILL.
@@ -92,21 +98,27 @@ class _ProcessHandle(WorkerHandle):
         )
 
 
-class ProcessPool(SlotPool[_ProcessHandle]):
-    """The worker processes of one iterator; see `WorkerPool`."""
+class ProcessPool(WorkerPool):
+    """The worker processes of one iterator; see `WorkerPool`.
+
+    The bytes of a batch lie in a slot. The caller gets tensors that view the slot, which is lent until the
+    last of them is gone, or a copy.
+    """
 
     uses_multiprocessing = True
 
     def __init__(
         self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None = None
     ) -> None:
-        ring = Ring(plan.num_workers, plan.prefetch_factor, plan.max_bytes)
-        super().__init__(plan, count, ring)
+        super().__init__(plan, count)
+        self.ring = Ring(plan.num_workers, plan.prefetch_factor, plan.max_bytes)
+        self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
+        self._workers: list[_ProcessHandle] = []
+        self._lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._context = plan.context or multiprocessing.get_context()
         self._sent_plan: Plan | PickledPlan = plan  # in the form that workers get
         self._closing = threading.RLock()
         self._serials = itertools.count(1)  # of messages to workers
-        self._oom_kills = oom_kills()
 
     def start(self) -> None:
         """Start the workers.
@@ -115,7 +127,6 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             WorkerStartError: Processes cannot be started from here.
         """
         method = self._context.get_start_method()
-        check_start(method)
         self._plan.kept_bytes = memory_to_keep(self._plan.num_workers)
         if method != "fork":
             start_helpers(method)
@@ -136,7 +147,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
 
     def submit(self, pending: PendingBatch) -> None:
         """Request a batch from its worker; never blocks."""
-        with self.lock:
+        with self._lock:
             self.expect_open()
             worker = self._workers[pending.worker]
             worker.waiting.append(pending)
@@ -144,25 +155,29 @@ class ProcessPool(SlotPool[_ProcessHandle]):
 
     def finish(self, worker_id: int) -> None:
         """Let a worker exit when it has replied to its requests: there are no more."""
-        with self.lock:
+        with self._lock:
             self.expect_open()
             worker = self._workers[worker_id]
             worker.gets_no_more = True
             self._feed(worker)
 
-    def _drop_requests(self, worker: _ProcessHandle) -> None:
-        for pending in worker.sent:  # the worker still replies to them first
-            pending.is_stale = True
-        worker.waiting.clear()
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
+        """Begin an epoch in each worker; replies to older requests are dropped."""
+        with self._lock:
+            for worker in self._workers:
+                for pending in worker.sent:  # the worker still replies to them first
+                    pending.is_stale = True
+                worker.waiting.clear()
+                self._begin(worker, worker.first_message(epoch, dataset_states))
 
     def _begin(self, worker: _ProcessHandle, message: BeginEpoch) -> None:
         if worker.begin_epoch(message):
             worker.loaded_at = next(self._serials)
-        self._send(worker, message, 0)
+        self._send(worker, message)
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
-        with self.lock:
+        with self._lock:
             self.expect_open()
             for worker in self._workers:
                 if worker.has_unsent:
@@ -186,7 +201,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             received = worker.channel.receive()
             if received is None:
                 return None
-            self._accept(worker, received)
+            self._accept(worker, *received)
 
     @property
     def was_interrupted(self) -> bool:
@@ -194,27 +209,19 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         processes = [worker.process for worker in self._workers]
         return any(process.has_ended and process.exitcode == INTERRUPTED for process in processes)
 
-    def _accept(self, worker: _ProcessHandle, received: Received) -> None:
+    def _accept(self, worker: _ProcessHandle, message: tuple[Any, ...], fd: int | None) -> None:
         """Record a reply that has arrived."""
-        # By serial number, not by order: a reply that could not be opened must not shift the later ones.
+        serial, *plain = message
+        # By serial number, not by order: a reply that could not be received must not shift the later ones.
         for pending in worker.sent:
-            if pending.serial == received.number and pending.reply is None:
-                self._fill(worker, pending, received)
-        received.close()
+            if pending.serial == serial and pending.reply is None:
+                self._fill(worker, pending, BatchReply.from_plain(plain), fd)
 
-    def _fill(self, worker: _ProcessHandle, pending: PendingBatch, received: Received) -> None:
-        if received.is_cut:
-            raise BatchLostError(f"the memory of a batch could not be received, {too_many_files()}")
-        try:
-            reply, memory = BatchReply.from_plain(received.load()), None
-        except Exception as error:  # of an index, which is the user's object
-            where = f"the answer to batch {pending.number} of worker {worker.id}"
-            add_note(error, f"fastload: raised while {where} was unpickled")
-            raise
-        if received.fd is not None:
+    def _fill(self, worker: _ProcessHandle, pending: PendingBatch, reply: BatchReply, fd: int | None) -> None:
+        memory = None
+        if fd is not None:
             try:
-                segment = Segment(received.fd, os.fstat(received.fd).st_size)
-                memory = Memory(segment.map(writable=True), shared=True)
+                memory = Memory(Segment.attach(fd).map(writable=True), shared=True)
             except (OSError, MemoryError, ValueError) as error:
                 raise BatchLostError(f"the memory of a batch could not be received: {error}") from error
         # Replies to requests older than a loaded state do not say where a new worker would continue.
@@ -225,6 +232,65 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             self.ring.fill(pending.slot, memory, used_bytes)
         self._count(reply.counters)
         pending.reply = reply
+
+    # --- from a slot to tensors ---------------------------------------------------------------------------
+
+    def _open(self, pending: PendingBatch) -> None:
+        """Restore the batch of a reply, and free the slot unless the batch was lent."""
+        reply, slot = pending.reply, pending.slot
+        if reply is not None and slot is not None and reply.kind is ReplyKind.BATCH:
+            try:
+                reply.nbytes = reply.payload.nbytes
+                reply.payload = self._unpack(reply.payload, slot)
+            except Exception as error:  # noqa: BLE001  # fails only this batch
+                reply.kind, reply.payload = ReplyKind.ERROR, RemoteError(error)
+        self._free_slot(pending)
+
+    def _unpack(self, packed: Packed, slot: Slot) -> Any:
+        """The batch, as a view of its slot if that can be lent, else as a copy."""
+        if not packed.used_bytes or slot.memory is None:
+            return unpack(packed, b"")
+        lease = slot.memory.lease()
+        is_private = False
+        if self.registered is not None:
+            leaves = views(packed, lease)
+            # A prefetcher passes arrays on to its caller, who must never see pinned slots.
+            leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+            batch = restore(packed, lease, leaves)
+            is_private = hides_tensors(batch)
+            if not is_private and not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
+        else:
+            leaves = views(packed, lease, packed.small_bytes)
+            batch = restore(packed, lease, leaves)
+        del lease
+        if not slot.memory.is_leased:
+            return batch  # all of it is copied
+        if not is_private and self.ring.lend(slot):
+            return batch
+        self._count(WorkerCounters(num_copies=1))
+        del batch, leaves
+        return unpack(packed, slot.memory.lease(), max_copied_bytes=sys.maxsize)
+
+    def _free_slot(self, pending: PendingBatch) -> None:
+        """Free the slot of a batch, unless it was lent."""
+        slot, pending.slot = pending.slot, None
+        if slot is not None and slot.state is SlotState.READY:
+            self.ring.release(slot)
+
+    def read_slots(self, backend: Backend, stream: Any) -> None:
+        """Let a device read slots in place; the caller keeps each batch until the device has read it."""
+        if self.registered is None or self.registered.stream is not stream:
+            self.stop_reading_slots()
+            self.registered = RegisteredSlots(backend, stream)
+
+    def stop_reading_slots(self) -> None:
+        """Stop what `read_slots` began; waits for the copies in flight."""
+        if self.registered is not None:
+            self.registered.close()
+            self.registered = None
+
+    # --- requests and deaths ------------------------------------------------------------------------------
 
     def _feed(self, worker: _ProcessHandle) -> None:
         """Send the requests that waited for a slot or for room in the pipe."""
@@ -237,11 +303,13 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             worker.sent.append(pending)
             num_slots = self.ring.num_slots(worker.id)
             has_memory = slot.memory is not None
-            message = FetchRequest(slot.number, has_memory, num_slots, pending.index, pending.key)
+            message = FetchRequest(
+                pending.serial, slot.number, has_memory, num_slots, pending.index, pending.key
+            )
             try:
-                self._send(worker, tuple(message), pending.serial)
+                self._send(worker, tuple(message))
             except Exception as error:
-                self._note_unsent(error, pending, worker)
+                note_unsent(error, pending)
                 raise
         if not worker.channel.is_flushed:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() notices and reports it
@@ -249,16 +317,16 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         if worker.gets_no_more and not worker.waiting and worker.channel.is_flushed:
             worker.channel.finish()
 
-    def _send(self, worker: _ProcessHandle, message: Any, serial: int) -> None:
+    def _send(self, worker: _ProcessHandle, message: Any) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
-            worker.channel.send(message, number=serial)
+            worker.channel.send(message)
 
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait for a reply of the worker, or of any, for room in a pipe, a death, or close()."""
         # The processes are watched too, so the caller learns of a death within moments, without a timeout.
         poller = select.poll()
         by_fd = {}
-        with self.lock:
+        with self._lock:
             if self._is_closed:
                 return
             awaited = asked(self._workers, worker_id)
@@ -274,7 +342,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         ready = poller.poll(limit_s(deadline) * 1000)
         dead = [by_fd[fd] for fd, _ in ready if fd in by_fd]
         if dead:
-            with self.lock:
+            with self._lock:
                 if not self._is_closed:  # workers that close() stopped are not dead workers
                     self._handle_deaths(awaited, dead)
             if self._death:
@@ -285,7 +353,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         try:
             for worker in {*awaited, *dead}:
                 while (received := worker.channel.receive()) is not None:
-                    self._accept(worker, received)
+                    self._accept(worker, *received)
             dead = [worker for worker in dead if not worker.is_done]
             if any(worker.has_reply for worker in awaited) or not dead:
                 return
@@ -303,14 +371,11 @@ class ProcessPool(SlotPool[_ProcessHandle]):
     def _cause_of_death(self, worker: _ProcessHandle) -> str:
         """How a worker ended, the likely cause, and what it was doing."""
         code = worker.process.exitcode
-        num_oom_kills = oom_kills() - self._oom_kills
         if code is None:
             how = "ended, and other code in this program took its exit code (os.wait(), a SIGCHLD handler)"
         elif code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
-            if -code == signal.SIGKILL and num_oom_kills > 0:
-                how += f"; memory.events of the cgroup counts {num_oom_kills} more out-of-memory kills"
         elif code == INTERRUPTED:
             how = (
                 f"exited with code {code} (terminals and notebooks send Ctrl-C to the workers too; "
@@ -330,12 +395,10 @@ class ProcessPool(SlotPool[_ProcessHandle]):
     def _replace(self, worker: _ProcessHandle) -> None:
         """Replace a dead worker, and give the new one the requests without a reply."""
         self._use_restart(self._cause_of_death(worker))
-        self._oom_kills = oom_kills()
         self.ring.forget(worker.id)  # the new process has none of its memory
         worker.channel.close()
         worker.process.clean_up()
         new = self._start(worker.id)
-        self._count(WorkerCounters(num_restarts=1))
         self._begin(new, worker.begin)
         new.gets_no_more = worker.gets_no_more
         for pending in [*worker.sent, *worker.waiting]:
@@ -360,7 +423,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
                 worker.process.abandon()
             self._sent_plan.close()
             return
-        with self.lock:
+        with self._lock:
             self._is_closed = True
             for worker in self._workers:
                 worker.channel.close()  # ends a wait in another thread too
@@ -377,7 +440,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
                 wait_for_all(processes, _TERMINATE_S)
                 for process in processes:
                     process.clean_up()
-                with self.lock:
+                with self._lock:
                     self._workers.clear()
                     self.ring.clear()
                     self.stop_reading_slots()

@@ -6,17 +6,15 @@ All code here runs in the actor. Importing this file does not import Ray.
 from __future__ import annotations
 
 import functools
-import os
 import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.packing import Packer, pack
+from fastload.batch.packing import Packed, pack
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import BufferPool
-from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
 from fastload.version import __version__
 from fastload.workers.batch_maker import BatchMaker
@@ -24,7 +22,6 @@ from fastload.workers.messages import ReplyKind
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
-    from fastload.batch.packing import Packed
     from fastload.batch.plan import Plan
     from fastload.rng.keys import BatchKey
 
@@ -74,30 +71,11 @@ class RayWorker:
     """
 
     def __init__(self, worker_id: int, references: list[Any], expected_release: str) -> None:
-        import ray.cloudpickle
-
-        class CloudPacker(Packer, ray.cloudpickle.Pickler):  # type: ignore[misc]
-            """Packs batches with objects of classes that the script defines, which Ray has sent here."""
-
-            def reducer_override(self, value: Any) -> Any:
-                reduced = Packer.reducer_override(self, value)
-                if reduced is NotImplemented:
-                    reduced = ray.cloudpickle.Pickler.reducer_override(self, value)
-                return reduced
-
-        remote_error.use_pickle(ray.cloudpickle)
-        self._packer = CloudPacker
         self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)
         load = functools.partial(load_plan, references, expected_release)
         self._maker = BatchMaker(worker_id, load, self._buffers, self._pack)
         self._maker.begin()
         self._since_ns = time.perf_counter_ns()
-
-    def place(self) -> tuple[str, str, int]:
-        """The host, the address and the process of this worker."""
-        import ray.util
-
-        return socket.gethostname(), ray.util.get_node_ip_address(), os.getpid()
 
     def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
         """Begin an epoch; an error is the reply to its requests."""
@@ -117,4 +95,4 @@ class RayWorker:
         return reply.to_plain(), data
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._buffers, self._packer)
+        return pack(batch, self._buffers)

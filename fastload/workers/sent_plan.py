@@ -20,7 +20,6 @@ from fastload.batch.plan import Plan
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system import by_value
-from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -28,17 +27,12 @@ if TYPE_CHECKING:
 
 
 class PickledPlan:
-    """A plan as a segment and its descriptors; can be pickled for a process that is being started.
+    """A plan as a segment and its descriptors; can be pickled for a process that is being started."""
 
-    Attributes:
-        is_by_value: Whether functions and classes in it can be pickled by value.
-    """
-
-    def __init__(self, segment: Segment, sizes: list[int], fds: list[int], *, is_by_value: bool) -> None:
+    def __init__(self, segment: Segment, sizes: list[int], fds: list[int]) -> None:
         self._segment = segment
         self._sizes = sizes
         self._fds = fds
-        self.is_by_value = is_by_value
 
     def load(self) -> Plan:
         """Unpickle the plan, in the worker.
@@ -85,12 +79,11 @@ class PickledPlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         duplicates = [reduction.DupFd(fd) for fd in self._fds]
-        return _attach_plan, (self._segment, self._sizes, duplicates, self.is_by_value)
+        return _attach_plan, (self._segment, self._sizes, duplicates)
 
 
-def _attach_plan(segment: Segment, sizes: list[int], duplicates: list[Any], is_by_value: bool) -> PickledPlan:
-    fds = [duplicate.detach() for duplicate in duplicates]
-    return PickledPlan(segment, sizes, fds, is_by_value=is_by_value)
+def _attach_plan(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledPlan:
+    return PickledPlan(segment, sizes, [duplicate.detach() for duplicate in duplicates])
 
 
 def _or_install() -> str:
@@ -108,7 +101,7 @@ def pickle_plan(plan: Plan) -> PickledPlan:
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: _close_all(fds))
         try:
-            head, is_by_value = _dump(plan, buffers, fds)
+            head = _dump(plan, buffers, fds)
         except Exception as error:
             add_note(error, explain(plan, _can_be_sent, _ADVICE.format(_or_install())))
             raise
@@ -121,7 +114,7 @@ def pickle_plan(plan: Plan) -> PickledPlan:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
         undo.pop_all()
-    return PickledPlan(segment, [len(view) for view in views], fds, is_by_value=is_by_value)
+    return PickledPlan(segment, [len(view) for view in views], fds)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -130,11 +123,11 @@ def _close_all(fds: list[int]) -> None:
     fds.clear()
 
 
-def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> tuple[bytes, bool]:
-    """The pickle of a value, and whether it can hold functions and classes by value.
+def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> bytes:
+    """The pickle of a value.
 
-    Pickle comes first. It would write names that no worker finds, and not fail, if workers cannot import the
-    main module.
+    Plain pickle comes first, unless workers cannot import the main module: then it would write names that no
+    worker finds, and not fail.
 
     Args:
         value: The value.
@@ -142,29 +135,9 @@ def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> tup
         fds: Gets duplicates of the descriptors in it.
 
     Raises:
-        Exception: The error of pickle.
+        Exception: The error of the first way to pickle it.
     """
-    if not by_value.is_possible():
-        return _dump_one_way(value, buffers, fds, is_by_value=False), False
-    if not by_value.workers_find_main():
-        return _dump_one_way(value, buffers, fds, is_by_value=True), True
-    try:
-        return _dump_one_way(value, buffers, fds, is_by_value=False), False
-    except Exception as error:  # noqa: BLE001 - of the user's objects; raised if there is no other way
-        reason = error
-    buffers.clear()
-    _close_all(fds)
-    try:
-        head = _dump_one_way(value, buffers, fds, is_by_value=True)
-    except Exception:  # noqa: BLE001 - as above
-        raise reason from None
-    log.debug("what workers get is pickled by value: %r", reason)
-    return head, True
 
-
-def _dump_one_way(
-    value: Any, buffers: list[pickle.PickleBuffer], fds: list[int], *, is_by_value: bool
-) -> bytes:
     def take(buffer: pickle.PickleBuffer) -> bool:
         # A read-only buffer or a small one stays in the pickle.
         view = buffer.raw()
@@ -173,14 +146,26 @@ def _dump_one_way(
         buffers.append(buffer)
         return False
 
-    file = io.BytesIO()
-    with _collect_descriptors(fds):
-        if is_by_value:
-            by_value.dump(value, file, take)
-        else:
-            # ForkingPickler can send locks, queues, connections and torch's tensors to another process.
-            reduction.ForkingPickler(file, 5, True, take).dump(value)
-    return file.getvalue()
+    ways: list[Callable[..., None]] = [by_value.dump] if by_value.is_possible() else []
+    if not ways or by_value.workers_find_main():
+        ways.insert(0, _dump_by_name)
+    reasons: list[Exception] = []
+    for dump in ways:
+        file = io.BytesIO()
+        try:
+            with _collect_descriptors(fds):
+                dump(value, file, take)
+            return file.getvalue()
+        except Exception as error:  # noqa: BLE001 - of the user's objects; raised if there is no other way
+            reasons.append(error)
+            buffers.clear()
+            _close_all(fds)
+    raise reasons[0] from None
+
+
+def _dump_by_name(value: Any, file: io.BytesIO, take: Callable[[pickle.PickleBuffer], bool]) -> None:
+    # ForkingPickler can send locks, queues, connections and torch's tensors to another process.
+    reduction.ForkingPickler(file, 5, True, take).dump(value)
 
 
 # --- descriptors inside the pickle -----------------------------------------------------------------------

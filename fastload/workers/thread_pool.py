@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import threading
 import time
-import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +54,10 @@ class ThreadPool(WorkerPool):
         )
         # The loader has called set_epoch() of its own dataset; a thread's can be a copy.
         self._has_copies = copies[0][0] is not plan.dataset
-        shared = None if plan.in_order else Wakeup()
+        self._wakes = Wakeup()  # the consumer, which looks into its requests for replies
+        plans = [dataclasses.replace(plan, dataset=own, collate_fn=collate_fn) for own, collate_fn in copies]
         self._workers = [
-            _WorkerThread(
-                worker_id,
-                dataclasses.replace(plan, dataset=dataset, collate_fn=collate_fn),
-                count,
-                pin,
-                shared or Wakeup(),
-            )
-            for worker_id, (dataset, collate_fn) in enumerate(copies)
+            _WorkerThread(worker_id, own, count, pin, self._wakes) for worker_id, own in enumerate(plans)
         ]
 
     def start(self) -> None:
@@ -105,8 +97,8 @@ class ThreadPool(WorkerPool):
         return None
 
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
-        """Wait until the worker, or any, has replied, or `close` was called."""
-        self._workers[worker_id or 0].wakeup.wait(deadline)  # all have the same one if any can be asked
+        """Wait until a worker has replied, or `close` was called."""
+        self._wakes.wait(deadline)
 
     def close(self) -> None:
         """Stop the threads; batches that the caller holds stay valid.
@@ -122,7 +114,7 @@ class ThreadPool(WorkerPool):
             worker.drop_requests()
             worker.background.submit(worker.buffers.clear)
             worker.background.close()
-            worker.wakeup.wake()  # a caller can be waiting in another thread
+        self._wakes.wake()  # a caller can be waiting in another thread
         deadline = time.monotonic() + GRACE_S
         for worker in self._workers:
             worker.background.join(max(deadline - time.monotonic(), 0.0))
@@ -137,7 +129,7 @@ class _WorkerThread:
         plan: Plan,
         count: Callable[[WorkerCounters], None],
         pin: Callable[[Any], Any] | None,
-        wakeup: Wakeup,
+        wakes: Wakeup,
     ) -> None:
         self.buffers = BufferPool(
             plan.max_bytes // plan.num_workers, plan.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
@@ -145,7 +137,7 @@ class _WorkerThread:
         self._maker = BatchMaker(worker_id, plan.load, self.buffers, pin, is_thread=True)
         self._count = count
         self._since_ns = 0  # when it began to wait
-        self.wakeup = wakeup  # the consumer, which looks into its requests for replies
+        self._wakes = wakes
         self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.has_begun = threading.Event()
         self.background = Background(f"fastload-worker-{worker_id}")
@@ -190,7 +182,7 @@ class _WorkerThread:
                 reply.nbytes = nbytes_of(reply.payload)
             self._count(reply.counters)
             pending.reply = reply  # last, because the consumer checks it
-            self.wakeup.wake()
+            self._wakes.wake()
         self._since_ns = time.perf_counter_ns()
 
 
@@ -221,50 +213,12 @@ def copies_for_threads(
     if with_generators:
         random_ones += [described.generator for described in search.seedable]
     holders = search.holding(random_ones)
-    copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
-    return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
-
-
-class _Copier:
-    """Makes one copy."""
-
-    def __init__(self, random_ones: list[Any], holders: dict[int, Any]) -> None:
-        self._holders = holders
-        self._random_ones = {id(value) for value in random_ones}
-        # Also deepcopy's memo: an object that two pipelines share is shared by their copies.
-        self._copies: dict[int, Any] = {}
-
-    def _holds(self, value: Any) -> bool:
-        return id(value) in self._holders
-
-    def copied(self, value: Any) -> Any:
-        """The counterpart of a value in the copy."""
-        if not self._holds(value):
-            return value
-        if id(value) not in self._copies:
-            if id(value) in self._random_ones:
-                self._copies[id(value)] = copy.deepcopy(value, self._copies)
-            else:
-                self._copies[id(value)] = self._rebuilt(value)
-        return self._copies[id(value)]
-
-    def _rebuilt(self, value: Any) -> Any:
-        """A shallow copy that holds copies."""
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.copied(value.__self__))
-        if isinstance(value, functools.partial):
-            named = {name: self.copied(part) for name, part in value.keywords.items()}
-            return type(value)(self.copied(value.func), *map(self.copied, value.args), **named)
-        if isinstance(value, tuple):
-            parts = map(self.copied, value)
-            return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-        duplicate = self._copies[id(value)] = copy.copy(value)  # before its parts, which can refer to it
-        if isinstance(value, dict):
-            duplicate.update({key: self.copied(part) for key, part in value.items()})
-        elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques
-            duplicate.clear()
-            duplicate.extend(map(self.copied, value))
-        for name, part in attributes(value).items():
-            if self._holds(part):
-                object.__setattr__(duplicate, name, self.copied(part))
-        return duplicate
+    parts = [dataset, collate_fn]
+    for holder in holders.values():
+        if not any(holder is value for value in random_ones):
+            parts += attributes(holder).values()
+            parts += holder.values() if isinstance(holder, dict) else ()
+            parts += holder if isinstance(holder, (list, tuple, deque)) else ()
+    # A copy takes what is in its memo as it is.
+    shared = {id(part): part for part in parts if id(part) not in holders}
+    return [copy.deepcopy((dataset, collate_fn), dict(shared)) for _ in range(num_threads)]

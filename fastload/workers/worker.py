@@ -7,7 +7,7 @@ All code here runs in the worker. A worker communicates only with the parent, th
 
 Rules:
 
-1. A reply has the number of its request.
+1. A reply begins with the number of its request.
 2. Every request gets a reply: if a batch cannot be sent, an error short enough for the pipe.
 3. A worker exits when the parent hangs up or dies.
 4. The parent's signal handlers never run in a worker.
@@ -19,12 +19,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import LOST
-from fastload.batch.packing import Packed, Packer, pack
+from fastload.batch.packing import Packed, pack
 from fastload.memory.lease import BumpAllocator, Memory
 from fastload.memory.segment import Segment, create_slot_segment
-from fastload.system import by_value, remote_error
 from fastload.system.child_process import enter_child
-from fastload.system.limits import too_many_files
 from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import freeze_inherited
 from fastload.workers.batch_maker import BatchMaker
@@ -71,14 +69,6 @@ def main(
         pass  # the parent hung up during a reply
 
 
-class _PackerByToken(Packer):
-    """Packs batches with objects of classes that came by value."""
-
-    def reducer_override(self, value: Any) -> Any:
-        reduced = by_value.reduce_class(value)
-        return Packer.reducer_override(self, value) if reduced is NotImplemented else reduced
-
-
 class _Worker:
     """The transport of one worker: its pipe and its slots."""
 
@@ -87,49 +77,38 @@ class _Worker:
         self._slots: dict[int, Memory] = {}
         self._allocator = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
-        self._packer = Packer
-        if plan.is_by_value:
-            self._packer = _PackerByToken
-            remote_error.use_pickle(by_value)
         self._maker = BatchMaker(worker_id, plan.load, self._allocator, self._pack)
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._allocator, self._packer)
+        return pack(batch, self._allocator)
 
     def serve(self) -> None:
         """Reply to messages until the parent hangs up."""
         self._maker.begin()
-        while (numbered := self._next_message()) is not None:
+        while (message := self._next_message()) is not None:
             if self._channel.is_hung_up():
                 return  # nothing waits for more batches
-            number, message = numbered
-            if isinstance(message, FetchRequest):
-                self._reply(number, message)
+            if isinstance(message, BeginEpoch):
+                self._maker.begin_epoch(*message)
             else:
-                self._maker.begin_epoch(message.epoch, message.dataset_state)
+                self._reply(FetchRequest(*message))
 
-    def _next_message(self) -> tuple[int, BeginEpoch | FetchRequest] | None:
-        """The next message and its number; an error of it ends this process, with a traceback on stderr."""
+    def _next_message(self) -> Any:
+        """The next message, or None; an error of it ends this process, with a traceback on stderr."""
         while not self._channel.has_message() and self._maker.is_busy_when_idle():
             self._channel.has_message(_IDLE_WAIT_S)
         since_ns = time.perf_counter_ns()
         received = self._channel.receive()
         self._maker.waited(since_ns)
-        if received is None:
-            return None
-        if received.is_cut:
-            raise OSError(f"a message did not arrive in the worker: {too_many_files()}")
-        loaded = received.load()
-        message = loaded if isinstance(loaded, BeginEpoch) else FetchRequest(*loaded)
-        received.close()
-        return received.number, message
+        return None if received is None else received[0]
 
-    def _reply(self, number: int, message: FetchRequest) -> None:
+    def _reply(self, message: FetchRequest) -> None:
         self._take_memory(message)
         reply = self._maker.make(message.index, message.key)
         segment, self._new_segment = self._new_segment, None
         memory = self._allocator.memory if reply.kind is ReplyKind.BATCH else None
-        is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)
+        fd = None if segment is None or memory is None else segment.fd
+        is_sent = self._send(message.serial, reply, fd)
         if is_sent and memory is not None:
             # Only after the reply was sent: without it the parent keeps the slot's old memory, and so must
             # the worker.
@@ -154,23 +133,19 @@ class _Worker:
         self._new_segment = segment
         return Memory(mapping, shared=True)
 
-    def _send(self, number: int, reply: BatchReply, fd: int | None = None) -> bool:
+    def _send(self, serial: int, reply: BatchReply, fd: int | None) -> bool:
         """Send a reply; if it cannot be sent, send an error instead and return False."""
         try:
-            self._channel.send(reply.to_plain(), fd, number=number)
+            self._channel.send((serial, *reply.to_plain()), fd)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
             state = None if reply.dataset_state is None else LOST
-            short = BatchReply(ReplyKind.ERROR, short_error(reply, error, self._maker.where), state)
-            self._channel.send(short.to_plain(), number=number)
+            what, place = "batch", ""
+            if reply.kind is ReplyKind.ERROR:
+                what, place = "error of a batch", reply.payload.place
+            text = f"the {what} could not be sent: {error!r}"
+            short = BatchReply(ReplyKind.ERROR, RemoteError.of_text(text, self._maker.where, place), state)
+            self._channel.send((serial, *short.to_plain()))
             return False
         return True
-
-
-def short_error(reply: BatchReply, error: Exception, where: str) -> RemoteError:
-    """The error to send, short enough for the pipe, if ``error`` kept a reply from being sent."""
-    if reply.kind is not ReplyKind.ERROR:
-        return RemoteError.of_text(f"the batch could not be sent: {error!r}", where)
-    short: RemoteError = reply.payload.shortened(3800, where)  # leaves room for the rest of the reply
-    return short

@@ -21,7 +21,6 @@ from fastload.system.budget import (
     parse_memory,
     parse_prefetch_memory,
 )
-from fastload.system.limits import oom_kills
 from tests.kit.faults import limited
 
 GB = 10**9
@@ -74,16 +73,6 @@ def test_the_tightest_group_limits(files: Any, free_bytes: int, limit_bytes: Any
     write(tmp_path, MEMINFO | files)
     assert available_bytes(tmp_path) == free_bytes
     assert cgroup_limit_bytes(tmp_path) == limit_bytes
-
-
-@pytest.mark.parametrize(
-    ("path", "kills"), [("a/b/", 2), ("", 2), ("c/", 0)], ids=["own group", "container", "no count"]
-)
-def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tmp_path: Any) -> None:
-    """In a container whose path is the host's, the group at the mount; without a count there were none."""
-    write(tmp_path, {SELF: "0::/a/b\n", f"{GROUPS}/{path}memory.events": "oom 3\noom_kill 2\n"})
-    assert oom_kills(tmp_path) == kills
-    assert oom_kills(tmp_path / "no such system") == 0
 
 
 def test_a_limit_on_address_space_counts(tmp_path: Any) -> None:

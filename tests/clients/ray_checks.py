@@ -34,7 +34,6 @@ from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from tests.clients.in_rank import FOLDER
 from tests.kit.batches import assert_same_batches
 from tests.kit.datasets import Made, Point, killed
-from tests.kit.faults import log_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -320,8 +319,8 @@ def check_large_batches_pass_a_small_store() -> None:
             assert batch.shape == (4, 3_000_000)
             assert batch[:, 0].tolist() == batch[:, -1].tolist() == list(range(4 * number, 4 * number + 4))
             most = max(most, references())
-        # The tasks of the workers, and for each the references of its place, its exit; the job.
-        assert most <= 3 * 2 + 3 * 2 + 1, most
+        # The tasks of the workers, and for each the reference of its exit; the job.
+        assert most <= 3 * 2 + 3 + 1, most
 
 
 def check_close_in_any_state_leaves_nothing() -> None:
@@ -360,7 +359,7 @@ def check_close_in_any_state_leaves_nothing() -> None:
 def check_a_dead_actor_is_an_error_or_is_replaced() -> None:
     """It names the worker, the machine and the batch; or its batches come, with the state of the last one."""
     text = raised(WorkerDiedError, lambda: batches(Made(killed, 24), shuffle=False))
-    assert "worker 1 on " in text, text
+    assert "worker 1 ended: " in text, text
     # The process can be gone before its answer to batch 1 has left it.
     assert re.search(r"It was working on batch (1, index \[4, 5, 6, 7\]|3, index \[12, 13, )", text), text
     nothing_is_left()
@@ -394,11 +393,10 @@ def check_actors_run_where_they_shall() -> None:
     ray.util.remove_placement_group(group)
 
 
-def check_a_cluster_without_free_cpus_is_named() -> None:
-    """A log line says what the cluster has; the loader waits, or its timeout ends it."""
-    seen, options = log_lines(), {"num_workers": 1, "timeout": 7, "kind": fastload.RayWorkers(num_cpus=64)}
+def check_without_free_cpus_the_loader_waits() -> None:
+    """Its timeout ends the wait, and nothing is left of the actor that never started."""
+    options = {"num_workers": 1, "timeout": 2, "kind": fastload.RayWorkers(num_cpus=64)}
     assert "timed out" in raised(RuntimeError, lambda: batches(Numbered(), **options))
-    assert any("waits for the Ray cluster" in line and "CPUs: 8" in line for line in seen), seen
     nothing_is_left()
 
 
@@ -410,7 +408,7 @@ def check_mistakes_are_named() -> None:
             self.lock = threading.Lock()
 
     text = raised(Exception, lambda: batches(Locked()))
-    assert "dataset.lock cannot be sent to a worker process" in text, text
+    assert "cannot pickle '_thread.lock' object" in text, text
     nothing_is_left()
 
     module = types.ModuleType("only_here")

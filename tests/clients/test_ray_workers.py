@@ -46,7 +46,7 @@ if __name__ == "__main__":
         if not restarts:
             text = raised(WorkerDiedError, lambda: list(iterator))
             assert time.monotonic() - began < 60
-            assert "DataLoader worker (Ray actor) exited unexpectedly: worker 0 on " in text, text
+            assert "DataLoader worker (Ray actor) exited unexpectedly: worker 0 ended: " in text, text
         node = cluster.add_node(**NODE, num_cpus=2)
         (place / "hold").unlink()
         if restarts:

@@ -40,29 +40,28 @@ def test_a_batch_whose_descriptor_cannot_be_received_names_the_limit(make: Any, 
     assert_right(iter(loader), range(state["_num_yielded"], 30))
 
 
-@pytest.mark.parametrize("depth", [0, 60], ids=["short", "long"])
+@pytest.mark.parametrize("depth", [0, 60, 350], ids=["short", "long", "too long"])
 def test_a_worker_without_descriptors_sends_its_error_all_the_same(depth: int) -> None:
-    """Also an error whose text is too long for the pipe: it comes shortened, and names the sample."""
+    """Of an error whose text is too long for the pipe, another one comes, which names the sample."""
     make = zoo.EatsDescriptors(4, depth)
     loader = fastload.DataLoader(datasets.Made(make, 12), 2, num_workers=1, timeout=60)
     iterator = iter(loader)
     assert_right(iterator, range(2))
 
-    with pytest.raises(OSError, match="Too many open files") as caught:
+    with pytest.raises(OSError if depth < 350 else RuntimeError, match="Too many open files") as caught:
         next(iterator)
 
     assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index 4, /dev/null"]
-    assert ("\n[...]\n" in str(caught.value)) == (depth > 0)
 
 
 def test_memory_that_was_not_sent_is_not_used_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent still has the slot's old memory, so that the worker has to keep it too."""
     send, parent, refusals = Channel.send, os.getpid(), iter([False, True])
 
-    def send_or_refuse(self: Any, message: Any, fd: int | None = None, **options: Any) -> None:
+    def send_or_refuse(self: Any, message: Any, fd: int | None = None) -> None:
         if os.getpid() != parent and fd is not None and next(refusals, False):
             raise OSError(24, "Too many open files")
-        send(self, message, fd, **options)
+        send(self, message, fd)
 
     monkeypatch.setattr(Channel, "send", send_or_refuse)
     loader = fastload.DataLoader(datasets.Made(zoo.grows_at(6), 20), 2, num_workers=1, prefetch_factor=1)
@@ -93,8 +92,8 @@ def test_what_cannot_reach_a_worker_without_descriptors_ends_it(tmp_path: Any, w
         loader.load_state_dict(saver.state_dict())
         iterator = iter(loader)
     else:
-        made = datasets.Made(zoo.EatsDescriptorsAndGoesOn(4), 5000)
-        batches = [[4], list(range(5000)), [7]]
+        made = datasets.Made(zoo.EatsDescriptorsAndGoesOn(4), 20_000)
+        batches = [[4], list(range(20_000)), [7]]
         loader = fastload.DataLoader(made, batch_sampler=batches, prefetch_factor=1, **options)
         iterator = iter(loader)
         assert zoo.value_of(next(iterator)[0]) == 4

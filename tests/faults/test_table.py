@@ -22,8 +22,8 @@ import torch.distributed as dist
 import fastload
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
+from fastload.workers import pool, process_pool
 from fastload.workers import process as starting
-from fastload.workers import process_pool, slot_pool
 from tests.faults import table_zoo as zoo
 from tests.kit import datasets, leaks
 from tests.kit.jobs import Job
@@ -91,7 +91,7 @@ AFTER = [first for first in ALL if first > zoo.FAULTY]
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in vain, or noticed late, is a time-out of the test, not a pause of seconds."""
     monkeypatch.setattr(process_pool, "GRACE_S", 1000.0)
-    monkeypatch.setattr(slot_pool, "WATCH_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(pool, "WATCH_INTERVAL_S", 1000.0)
 
 
 def assert_death(error: Exception | None, name: str, task: str) -> None:

@@ -158,7 +158,7 @@ ROWS = {
             "refuse('ftruncate', errno.ENOSPC)": ("SharedMemoryError", "No space left on device"),
             "refuse('madvise', errno.ENOMEM)": ("SharedMemoryError", "of memory: [Errno 12] Cannot allocate"),
             "limit('RLIMIT_FSIZE', 0)": ("SharedMemoryError", "RLIMIT_FSIZE is 0"),
-            "refuse('pwrite64', errno.ENOSPC), padding=300": ("RuntimeError", "not be sent: OSError(28"),
+            "refuse('pwrite64', errno.ENOSPC), padding=3000": ("RuntimeError", "not be sent: OSError(28"),
         }.items()
     },
     **{

@@ -33,7 +33,7 @@ def grows_at(first: int) -> Any:
 
 def many_arrays(index: int) -> list[Any]:
     """The list of where they lie is longer than a message of the pipe."""
-    return [np.full(1, index) for _ in range(200)]
+    return [np.full(1, index) for _ in range(2000)]
 
 
 def value_of(sample: Any) -> int:

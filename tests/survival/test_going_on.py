@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.workers import process_pool, slot_pool
+from fastload.workers import pool, process_pool
 from fastload.workers.pinned_pool import PinnedPool
 from tests.kit import datasets
 from tests.kit.batches import compare_with_torch
@@ -113,7 +113,7 @@ def test_close_in_another_thread_ends_a_wait(
 @pytest.mark.timeout(60)
 def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
-    monkeypatch.setattr(slot_pool, "WATCH_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(pool, "WATCH_INTERVAL_S", 1000.0)
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "max_prefetch_memory": "4096B"}
     with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         for _ in range(3):

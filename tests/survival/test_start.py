@@ -50,7 +50,7 @@ class Typed:
 
 try:
     list(fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="spawn"))
-except fastload.errors.WorkerStartError as error:
+except (fastload.errors.WorkerStartError, fastload.errors.WorkerDiedError) as error:
     print(error)
 
 print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="fork")])
@@ -66,7 +66,7 @@ print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessi
         ),
         (  # as Python has it for a script on standard input
             "sys.modules['__main__'].__file__ = '<stdin>'",
-            ["there is no file", "multiprocessing_context='fork'"],
+            ["exited with code 1", "could not start: see stderr"],
         ),
     ],
     ids=["notebook", "standard input"],

@@ -25,18 +25,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 METHODS = ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
-COUNTS: list[int] = []  # a global that functions of this module share
 
 
 def epoch(dataset: Any, method: str | None, **options: Any) -> list[Any]:
     """All batches, in two workers or none."""
     workers: Any = {"num_workers": 2, "multiprocessing_context": method} if method else {}
     return list(fastload.DataLoader(dataset, 2, **workers, **options))
-
-
-def count() -> int:
-    COUNTS.append(0)
-    return len(COUNTS)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,18 +137,6 @@ def collate(samples):
     started = epoch(notebook.Cells(), method, collate_fn=notebook.collate)
     assert_same_batches(epoch(notebook.Cells(), None), started)
     assert type(started[0]) is notebook.Sample
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_local_function_has_the_globals_of_its_module(method: str) -> None:
-    """It shares them with the functions that the worker imports, which a copy would not."""
-
-    def read(index: int) -> int:
-        number = count()
-        return int(number == len(COUNTS)) + 10 * int(sys.modules[__name__].COUNTS is COUNTS)
-
-    assert [int(value) for batch in epoch(Made(read, 4), method) for value in batch] == [11] * 4
-    assert COUNTS == []
 
 
 def test_a_dataset_that_pickle_can_send_is_sent_by_pickle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
         worker.thread.join(0.01)
 
     for _ in iterator:
-        assert worker.wakeup._wakes.qsize() <= 2
+        assert iterator._pool._wakes._wakes.qsize() <= 2
 
 
 @pytest.mark.parametrize(
