@@ -30,9 +30,9 @@ from tests.kit.jobs import Job
 NUM_KEYS = 12
 
 
-def key_of(number: int, key_bytes: int) -> bytes:
+def key_of(number: int) -> bytes:
     """Keys differ at their ends, and in their first bytes, too."""
-    return (number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little").ljust(key_bytes, b"k")
+    return (number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little").ljust(16, b"k")
 
 
 @functools.lru_cache(maxsize=256)
@@ -42,30 +42,28 @@ def array_of(number: int) -> Any:
     return np.random.RandomState(number).randint(0, 256, nbytes, np.uint8)
 
 
-def record_of(number: int, key_bytes: int) -> bytes:
+def record_of(number: int) -> bytes:
     """The record of a value."""
-    return encode(array_of(number), key_of(number, key_bytes))
+    return encode(array_of(number), key_of(number))
 
 
-def put(store: Any, numbers: Any, key_bytes: int) -> list[int]:
+def put(store: Any, numbers: Any) -> list[int]:
     """Store what a dataset would store; the numbers of what was kept."""
     return [
         number
         for number in numbers
-        if store.put(
-            key_of(number, key_bytes), [record_of(number, key_bytes)[:50], record_of(number, key_bytes)[50:]]
-        )
+        if store.put(key_of(number), [record_of(number)[:50], record_of(number)[50:]])
     ]
 
 
-def right(store: Any, numbers: Any, key_bytes: int) -> list[int]:
+def right(store: Any, numbers: Any) -> list[int]:
     """The numbers of the records that are there, each of which is right."""
     there = []
     for number in numbers:
-        key = key_of(number, key_bytes)
+        key = key_of(number)
         record = store.get(key)
         if record is not None:
-            assert is_intact(record[: len(record_of(number, key_bytes))], key)
+            assert is_intact(record[: len(record_of(number))], key)
             assert np.array_equal(decode(record), array_of(number))
             there.append(number)
     return there
@@ -76,10 +74,10 @@ def flush(store: Any) -> None:
     store.flush()
 
 
-def spawned(store: Any, key_bytes: int, numbers: list[int], answers: Any) -> None:
+def spawned(store: Any, numbers: list[int], answers: Any) -> None:
     """Run in a process that inherits nothing: what is there, and something new."""
-    answers.put(right(store, range(NUM_KEYS), key_bytes))
-    put(store, numbers, key_bytes)
+    answers.put(right(store, range(NUM_KEYS)))
+    put(store, numbers)
     store.close()
     answers.put(None)
 
@@ -92,7 +90,6 @@ class Model(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.size = self.contract.key_bytes
         self.store = self.contract.make(self.folder())
         self.jobs: list[Job] = []
         self.stored: set[int] = set()  # by all to be found
@@ -107,7 +104,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), numbers=st.lists(st.integers(0, NUM_KEYS - 1), max_size=4))
     def put(self, data: Any, numbers: list[int]) -> None:
         who = self._who(data)
-        kept = self._ask(who, put, numbers, self.size)
+        kept = self._ask(who, put, numbers)
         assert kept == numbers  # there is room
         self.pending[who] |= {*numbers} - self.stored
 
@@ -121,13 +118,13 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def read(self, data: Any) -> None:
         who = self._who(data)
-        there = {*self._ask(who, right, range(NUM_KEYS), self.size)}
+        there = {*self._ask(who, right, range(NUM_KEYS))}
         assert self.stored | self.pending[who] <= there <= self.stored.union(*self.pending)
 
     @rule(data=st.data())
     def ask_what_is_held(self, data: Any) -> None:
-        keys = [key_of(number, self.size) for number in range(NUM_KEYS)]
-        held = self.store.holds(np.frombuffer(b"".join(keys), np.uint8).reshape(NUM_KEYS, self.size))
+        keys = [key_of(number) for number in range(NUM_KEYS)]
+        held = self.store.holds(np.frombuffer(b"".join(keys), np.uint8).reshape(NUM_KEYS, 16))
         assert held.dtype == np.bool_
         there = {*np.flatnonzero(held).tolist()}
         assert self.stored | self.pending[0] <= there <= self.stored.union(*self.pending)
@@ -146,7 +143,7 @@ class Model(RuleBasedStateMachine):
             who = int(data.draw(st.integers(1, len(self.jobs)), label="killed"))
             self.jobs.pop(who - 1).end()
             # What was not flushed may be there, or not.
-            there = {*right(self.store, self.pending.pop(who) - self.stored, self.size)}
+            there = {*right(self.store, self.pending.pop(who) - self.stored)}
             self.stored |= there - self.pending[0]
 
     @precondition(lambda self: self.contract.reopens)
@@ -159,7 +156,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def reads_nothing_that_was_not_put(self) -> None:
-        assert {*right(self.store, range(NUM_KEYS), self.size)} <= self.stored.union(*self.pending)
+        assert {*right(self.store, range(NUM_KEYS))} <= self.stored.union(*self.pending)
 
     def teardown(self) -> None:
         for job in self.jobs:
@@ -171,11 +168,9 @@ class StoreContract(ABC):
     """Tests of a store.
 
     Attributes:
-        key_bytes: The length of its keys.
         reopens: Whether a store that was closed is opened by the next access.
     """
 
-    key_bytes = 16
     reopens = True
 
     @abstractmethod
@@ -192,24 +187,22 @@ class StoreContract(ABC):
     def test_records_come_back_byte_for_byte(self, tmp_path: Any) -> None:
         """Read-only, at multiples of 64, and others than those that are missing."""
         store = self.make(tmp_path)
-        assert put(store, range(8), self.key_bytes) == [*range(8)]
+        assert put(store, range(8)) == [*range(8)]
         for _ in range(2):
             for number in range(8):
-                record = store.get(key_of(number, self.key_bytes))
-                assert bytes(record[: len(record_of(number, self.key_bytes))]) == record_of(
-                    number, self.key_bytes
-                )
+                record = store.get(key_of(number))
+                assert bytes(record[: len(record_of(number))]) == record_of(number)
                 with pytest.raises(ValueError, match="WRITEABLE"):
                     np.frombuffer(record, np.uint8).flags.writeable = True
                 assert np.frombuffer(record, np.uint8).ctypes.data % 64 == 0
-            assert store.get(key_of(9, self.key_bytes)) is None
+            assert store.get(key_of(9)) is None
             store.flush()
         assert store.nbytes > 0
 
     def test_a_key_that_is_stored_is_not_stored_again(self, tmp_path: Any) -> None:
         """The first record stays, before and after a flush."""
         store = self.make(tmp_path)
-        key = key_of(3, self.key_bytes)
+        key = key_of(3)
         for number in (3, 4, 5):
             store.put(key, [encode(number, key)])
             assert decode(store.get(key)) == 3
@@ -221,10 +214,10 @@ class StoreContract(ABC):
     def test_records_outlive_the_store(self, tmp_path: Any) -> None:
         """What was handed out stays valid and unchanged."""
         store = self.make(tmp_path)
-        put(store, range(4), self.key_bytes)
+        put(store, range(4))
         store.flush()
-        held = [store.get(key_of(number, self.key_bytes)) for number in range(4)]
-        put(store, range(4, NUM_KEYS), self.key_bytes)
+        held = [store.get(key_of(number)) for number in range(4)]
+        put(store, range(4, NUM_KEYS))
         store.close()
         del store
         gc.collect()
@@ -235,12 +228,12 @@ class StoreContract(ABC):
     def test_buffers_are_not_referred_to_afterwards(self, tmp_path: Any) -> None:
         """Whoever put them may change them, before and after a flush."""
         store = self.make(tmp_path)
-        buffer = bytearray(record_of(2, self.key_bytes))
-        assert store.put(key_of(2, self.key_bytes), [buffer])
+        buffer = bytearray(record_of(2))
+        assert store.put(key_of(2), [buffer])
         buffer[:] = bytes(len(buffer))
-        assert right(store, [2], self.key_bytes) == [2]
+        assert right(store, [2]) == [2]
         store.flush()
-        assert right(store, [2], self.key_bytes) == [2]
+        assert right(store, [2]) == [2]
 
     def test_threads_share_a_store(self, tmp_path: Any) -> None:
         """All that they put is there, while they read and fork."""
@@ -248,30 +241,30 @@ class StoreContract(ABC):
         forks: list[int] = []
 
         def work(number: int) -> bool:
-            kept = put(store, [number], self.key_bytes) == [number]
+            kept = put(store, [number]) == [number]
             if number == 5:
                 pid = os.fork()
                 if not pid:
-                    os._exit(right(store, [0], self.key_bytes) not in ([], [0]))
+                    os._exit(right(store, [0]) not in ([], [0]))
                 forks.append(os.waitpid(pid, 0)[1])
-            return kept and right(store, [number], self.key_bytes) == [number]
+            return kept and right(store, [number]) == [number]
 
         with ThreadPoolExecutor(4) as threads:
             assert all(threads.map(work, range(NUM_KEYS)))
         assert forks == [0]
         store.flush()
-        assert right(store, range(NUM_KEYS), self.key_bytes) == [*range(NUM_KEYS)]
+        assert right(store, range(NUM_KEYS)) == [*range(NUM_KEYS)]
 
     def test_a_fork_while_a_thread_reads_and_writes(self, tmp_path: Any) -> None:
         """The child reads and stores, and so does its child."""
         store, ends = self.make(tmp_path), threading.Event()
-        put(store, range(4), self.key_bytes)
+        put(store, range(4))
         store.flush()
 
         def work() -> None:
             while not ends.is_set():
-                right(store, range(4), self.key_bytes)
-                put(store, range(4, 6), self.key_bytes)
+                right(store, range(4))
+                put(store, range(4, 6))
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -279,11 +272,11 @@ class StoreContract(ABC):
             for number in range(6, 10):
                 pid = os.fork()
                 if not pid:
-                    failed = right(store, range(4), self.key_bytes) != [*range(4)]
+                    failed = right(store, range(4)) != [*range(4)]
                     pid = os.fork()
                     if not pid:
-                        failed = right(store, range(4), self.key_bytes) != [*range(4)]
-                        put(store, [number], self.key_bytes)
+                        failed = right(store, range(4)) != [*range(4)]
+                        put(store, [number])
                         store.close()
                         os._exit(failed)
                     os._exit(failed or os.waitpid(pid, 0)[1] != 0)
@@ -291,23 +284,23 @@ class StoreContract(ABC):
         finally:
             ends.set()
             thread.join()
-        assert right(store, range(6, 10), self.key_bytes) == [*range(6, 10)]
+        assert right(store, range(6, 10)) == [*range(6, 10)]
 
-    @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+    @pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
     def test_other_processes_share_a_pickled_store(self, method: str, tmp_path: Any) -> None:
         """Also while this one has it open."""
         store, context = self.make(tmp_path), multiprocessing.get_context(method)
-        put(store, range(4), self.key_bytes)
+        put(store, range(4))
         store.flush()
         answers = context.Queue()
-        process = context.Process(target=spawned, args=(store, self.key_bytes, [5, 6], answers))
+        process = context.Process(target=spawned, args=(store, [5, 6], answers))
         process.start()
         assert answers.get(timeout=60) == [0, 1, 2, 3]
         assert answers.get(timeout=60) is None
         process.join()
         answers.close()
         answers.join_thread()
-        assert right(store, range(NUM_KEYS), self.key_bytes) == [0, 1, 2, 3, 5, 6]
+        assert right(store, range(NUM_KEYS)) == [0, 1, 2, 3, 5, 6]
 
     def test_kills_leave_whole_records(self, tmp_path: Any) -> None:
         """Whenever they come; what was flushed before is there, and others go on."""
@@ -317,7 +310,7 @@ class StoreContract(ABC):
             pid = os.fork()
             if not pid:
                 for number in range(NUM_KEYS):
-                    put(store, [number], self.key_bytes)
+                    put(store, [number])
                     store.flush()
                     os.write(writer, b".")
                 os._exit(1)
@@ -327,7 +320,7 @@ class StoreContract(ABC):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             os.close(reader)
-            assert right(store, range(NUM_KEYS), self.key_bytes)[:kill] == [*range(kill)]
-        assert put(store, range(NUM_KEYS), self.key_bytes) == [*range(NUM_KEYS)]
+            assert right(store, range(NUM_KEYS))[:kill] == [*range(kill)]
+        assert put(store, range(NUM_KEYS)) == [*range(NUM_KEYS)]
         store.flush()
-        assert right(store, range(NUM_KEYS), self.key_bytes) == [*range(NUM_KEYS)]
+        assert right(store, range(NUM_KEYS)) == [*range(NUM_KEYS)]

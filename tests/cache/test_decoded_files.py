@@ -15,7 +15,6 @@ from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.cache.plain_text import parse_plain_text, plain_text
 from fastload.cache.ram.store import SharedStore
 from fastload.cache.records import encode
-from fastload.errors import CacheMismatchError
 from tests.kit.numbered_files import array_of, files_in, key_of, put, right
 
 MB = 1 << 20
@@ -177,14 +176,3 @@ def test_a_damaged_file_is_decoded_again_and_replaced(path: str) -> None:
     if not pid:
         os._exit(right(files, range(6)) != [*range(6)])
     assert os.waitpid(pid, 0)[1] == 0
-
-
-def test_a_cache_of_samples_is_an_error_that_names_the_door(path: str) -> None:
-    """And an earlier version's directory is one that says what to do."""
-    store = open_files(path)
-    store.meta["kind"] = "samples"
-    with pytest.raises(CacheMismatchError, match=r"cache of samples, read it with fastload\.CachedDataset"):
-        open_files(path)
-    os.mkdir(path + "2")
-    with pytest.raises(CacheMismatchError, match="is a directory"):
-        open_files(path + "2")

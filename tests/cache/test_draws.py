@@ -256,11 +256,3 @@ def test_samples_that_draw_do_so_as_without_a_cache(source: str) -> None:
         loader = fastload.DataLoader(dataset, 6, generator=generator, seeding="sample")
         epochs.append([[images[:, 0, 0].tolist() for images, _ in loader] for _ in range(2)])
     assert epochs[0] == epochs[1]
-
-
-def test_a_build_says_which_sample_draws(needs_lmdb: None, tmp_path: Any) -> None:
-    """It fails, or leaves out such samples if it may."""
-    dataset = RareDraws(RARE["random"])
-    with pytest.raises(NondeterministicDatasetError, match="drawn from random") as caught:
-        CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'cache'}")
-    assert "in sample 3 of the dataset" in caught.value.__notes__

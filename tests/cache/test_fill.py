@@ -62,7 +62,11 @@ class Unopened(Images):
 @pytest.mark.usefixtures("registry_folder")
 @pytest.mark.parametrize("fails", ["to open", "to read"])
 @pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+    "method",
+    [
+        *("fork", pytest.param("forkserver", marks=pytest.mark.slow)),
+        pytest.param("spawn", marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
 )
 def test_a_dataset_that_fails_in_workers_leaves_no_lock(method: str, fails: str, tmp_path: Any) -> None:
     """Nor a process, a descriptor or memory, as after each test; then others can do it."""
@@ -129,15 +133,6 @@ def test_a_budget_that_is_too_small_is_one_warning(
             assert sum(fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len)) == 480
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
     assert re.search(r"holds only \d+ of 480 samples \(\d+%\)", line)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
-    """A sample that cannot be read stops fill() with the dataset's own error; what was stored stays."""
-    ds = CachedDataset(BrokenImages(20, bad=[7]), max_memory=1 << 20)
-    with pytest.raises(ImageReadError, match="it is broken"):
-        ds.fill(num_workers, progress=False)
-    assert ds.cache_info().num_cached >= 3
 
 
 @pytest.mark.parametrize("is_file", [False, True])

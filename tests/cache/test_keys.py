@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
-from torch.utils.data import Subset
 
 import fastload
 from fastload.cache.random_check import reject_random
@@ -98,35 +97,12 @@ def test_a_folder_s_own_fingerprint_needs_no_key_on_both_sides(tmp_path: Path) -
         assert fastload.CachedDataset(photos, cache=path, cache_key=second)[0][1] == 0
 
 
-class Crops(fastload.ImageFolder):
-    """A subclass with an attribute that the inherited fingerprint does not cover."""
-
-    def __init__(self, root: Any, margin: int) -> None:
-        super().__init__(root)
-        self.margin = margin
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return image[: self.margin, : self.margin], label
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "photos" / "a").mkdir(parents=True)
     for number in range(4):
         Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(tmp_path / f"photos/a/{number}.png")
     return tmp_path / "photos"
-
-
-def test_a_subclass_does_not_get_the_samples_of_another_by_an_inherited_fingerprint(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Also inside torch's Subset."""
-    for number, wrap in enumerate([lambda dataset: dataset, lambda dataset: Subset(dataset, range(4))]):
-        path = str(tmp_path / f"{number}.lmdb")
-        fastload.CachedDataset(wrap(Crops(folder, 2)), cache=f"lmdb:{path}").cache.close()
-        with pytest.raises(CacheMismatchError, match="structure of sample 0"):
-            fastload.CachedDataset(wrap(Crops(folder, 4)), cache=f"lmdb:{path}")
 
 
 def test_a_fingerprint_that_covers_all_code_needs_no_sample(folder: Path, tmp_path: Path) -> None:

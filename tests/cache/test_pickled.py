@@ -243,16 +243,6 @@ def test_a_subclass_with_its_own_state_loads() -> None:
         assert (type(loaded), hasattr(loaded, "note")) == (OwnState, False)
 
 
-def test_copies_share_the_cache() -> None:
-    """A shallow copy has the same object, a deep one the same memory."""
-    ds = CachedDataset(Images(8))
-    shallow, deep = copy.copy(ds), copy.deepcopy(ds)
-    ds.fill(0, progress=False)
-    assert shallow.cache is ds.cache
-    assert deep.dataset is not ds.dataset
-    assert deep.cache_info().num_cached == 8
-
-
 def test_a_cache_loads_where_memfd_create_is_missing(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """As on macOS: nothing is cached, one warning says so, and samples are right."""
     path = tmp_path / "checkpoint"

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,16 +55,6 @@ def shared() -> SharedStore:
 
 
 # --- what comes back --------------------------------------------------------------------------------------
-
-
-def test_a_file_is_stored_once() -> None:
-    """What is there already counts as stored, and takes no more memory."""
-    store = shared()
-    first = files_in(store).put(key_of(1), array_of(1), 1)
-    before = store.nbytes
-    assert first
-    assert files_in(store).put(key_of(1), array_of(1), 1)
-    assert (store.nbytes, store.num_files) == (before, 1)
 
 
 def test_files_are_stored_up_to_the_limit() -> None:
@@ -183,7 +172,7 @@ def work_in_worker(store: Any, pipe: Any) -> None:
         pipe.send((put(store, range(100)), right(store, range(100))))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -> None:
     """Those that they were started with, and those that it makes later on; they make none."""
     monkeypatch.setattr(ram_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
@@ -228,19 +217,6 @@ def test_a_pickle_that_outlives_the_process_is_the_store_of_the_machine(monkeypa
     again = pickle.loads(pickle.dumps(store))
     assert right(again, range(5)) == list(range(5))
     assert again.max_bytes == MB
-
-
-def test_threads_read_and_store_at_once() -> None:
-    """Each value is right; what one left out, because another one held the lock, is stored next time."""
-    store = shared()
-
-    def work(seed: int) -> int:
-        order = np.random.RandomState(seed).permutation(60).tolist()
-        return len(put(store, order)) + len(right(store, order))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert min(pool.map(work, range(4))) > 0
-    assert put(store, range(60)) == right(store, range(60)) == list(range(60))
 
 
 def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> None:

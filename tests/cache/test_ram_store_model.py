@@ -210,4 +210,4 @@ class StoreMachine(RuleBasedStateMachine):
 class TestStoreMachine(StoreMachine.TestCase):  # type: ignore[misc,name-defined]
     """With a registry of its own."""
 
-    settings = settings(max_examples=25, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+    settings = settings(max_examples=12, stateful_step_count=20, suppress_health_check=list(HealthCheck))

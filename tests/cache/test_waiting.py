@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,15 +104,6 @@ def test_three_jobs_build_once(tmp_path: Path) -> None:
     assert max(reads) <= 40 + 6
     assert sorted(reads)[:2] <= [7, 7]  # they probe, and compare sample 0
     assert sorted(path.name for path in tmp_path.iterdir() if "log" not in path.name) == ["cache"]
-
-
-def test_a_job_builds_what_a_killed_builder_did_not(tmp_path: Path) -> None:
-    """The lock of a killed process is free."""
-    kill = Calling(20, 12, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    killed = partial(build_lmdb, kill, tmp_path / "cache", num_workers=0)
-    waits = partial(build_lmdb, Images(20), tmp_path / "cache", num_workers=0)
-    assert sorted(filter(None, exit_codes(killed, waits))) in ([-signal.SIGKILL], [])
-    assert build_lmdb(Images(20), tmp_path / "cache", num_workers=0).verify() == []
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {

@@ -17,9 +17,7 @@ import torch
 from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import (
     FULL,
-    NEW,
     UNSTEADY,
-    UNUSUAL,
     VERIFY_VARIABLE,
     DecodeCache,
     current,
@@ -84,65 +82,6 @@ def test_writes_never_reach_the_store(
     assert store.checksum() == before
 
 
-@pytest.mark.parametrize(
-    "pixels",
-    [
-        PIXELS,
-        np.asfortranarray(PIXELS),
-        np.array(3.5),
-        np.array([np.nan, -0.0, 0.0]),
-        PIXELS.astype(">i2"),
-        np.array(["a", "bc"]),
-        np.array([b"a", b"bc"]),
-        np.arange(3).astype("M8[s]"),
-        PIXELS > 5,
-        PIXELS.astype(complex),
-    ],
-    ids=lambda pixels: f"{pixels.dtype} {pixels.flags.c_contiguous}",
-)
-def test_what_is_found_is_as_it_was_decoded(cache: DecodeCache, store: DictStore, pixels: Any) -> None:
-    """A hit has the dtype, bytes, strides and flags of the decoder's own result."""
-    read(cache, pixels)
-    result = read(cache, pixels)
-    assert len(store.values) == 1
-    assert (result.dtype, result.shape, result.strides) == (pixels.dtype, pixels.shape, pixels.strides)
-    assert result.tobytes() == pixels.tobytes()
-    assert result.flags.writeable
-
-
-UNUSUAL_RESULTS: dict[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "bytes": lambda: b"content",
-    "objects": lambda: np.array([None, 1]),
-    "fields": lambda: np.zeros(3, [("a", "i4"), ("b", "O")]),
-    "masked": lambda: np.ma.array([1, 2], mask=[0, 1]),
-    "matrix": lambda: PIXELS.view(np.recarray),
-    "scattered": lambda: np.zeros((4, 8))[:, ::2],
-    "empty": lambda: np.zeros((0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", UNUSUAL_RESULTS)
-def test_other_results_are_returned_as_they_are(cache: DecodeCache, store: DictStore, name: str) -> None:
-    """A result that is no plain array of its own is the decoder's, each time, and nothing is stored."""
-    for _ in range(2):
-        result = UNUSUAL_RESULTS[name]()
-        assert (
-            cache.array("kind", lambda: ONE, (), lambda value=result: value, where=name, source=None)
-            is result
-        )
-    assert not store.values
-
-
-@pytest.mark.parametrize("arguments", [([..., 1],), (np.int64(1),), (Ellipsis,)], ids=repr)
-def test_a_key_that_cannot_be_built_is_no_cache(cache: DecodeCache, store: DictStore, arguments: Any) -> None:
-    """Arguments of unknown types go to the decoder."""
-    cache_counts.take_reasons()
-    assert np.array_equal(read(cache, arguments=arguments), PIXELS)
-    assert cache_counts.take_reasons() == {UNUSUAL: 1}
-    assert not store.values
-
-
 @pytest.mark.parametrize("reason", Unknown)
 def test_what_has_no_identity_is_decoded(cache: DecodeCache, store: DictStore, reason: Unknown) -> None:
     """The reason why a file has no identity is counted."""
@@ -150,23 +89,6 @@ def test_what_has_no_identity_is_decoded(cache: DecodeCache, store: DictStore, r
     assert np.array_equal(read(cache, identity=reason), PIXELS)
     assert cache_counts.take_reasons() == {reason.value: 1}
     assert not store.values
-
-
-def test_kind_identity_and_arguments_are_the_key(cache: DecodeCache, store: DictStore) -> None:
-    """Each of them tells results apart."""
-    for number, (kind, identity, flag) in enumerate([("a", 1, 0), ("b", 1, 0), ("a", 2, 0), ("a", 1, 1)]):
-        expected = np.full(3, number)
-        for _ in range(2):
-            result = cache.array(
-                kind,
-                lambda i=identity: Identity((b"%d" % i,)),
-                (flag,),
-                expected.copy,
-                where=None,
-                source=None,
-            )
-            assert np.array_equal(result, expected)
-    assert len(store.values) == 4
 
 
 def test_a_full_store_is_no_error(settled: None, counts: Any) -> None:
@@ -177,24 +99,6 @@ def test_a_full_store_is_no_error(settled: None, counts: Any) -> None:
         assert np.array_equal(read(cache), PIXELS)
     assert cache_counts.take_reasons() == {FULL: 2}
     assert counts() == (0, 2)
-
-
-def test_hits_and_misses_are_counted_once(cache: DecodeCache, counts: Any) -> None:
-    """A verified hit is one hit."""
-    cache_counts.take_reasons()
-    read(cache)
-    assert cache_counts.take_reasons() == {NEW: 1}
-    assert counts() == (0, 1)
-    read(cache)
-    assert counts() == (1, 0)
-
-
-def test_an_error_of_the_decoder_is_raised_as_it_is(cache: DecodeCache, store: DictStore) -> None:
-    """A decoder that fails stores nothing, and fails again the next time."""
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            cache.array("kind", lambda: ONE, (), lambda: 1 // 0, where="a file", source=None)
-    assert not store.values
 
 
 def _switch(path: Path) -> None:
@@ -326,26 +230,6 @@ def test_caches_nest(cache: DecodeCache) -> None:
         assert current() is inner
         raise KeyError
     assert current() is cache
-
-
-def test_many_threads_read_one_cache(settled: None) -> None:
-    """Threads that ask at once each get pixels of their own, and the right ones."""
-    cache, errors = DecodeCache(DictStore(), verify_share=1), []
-
-    def work() -> None:
-        with cache.active():
-            for number in [*range(20)] * 5:
-                result = read(cache, np.full(50, number), Identity((b"%d" % number,)))
-                if not (result == number).all():
-                    errors.append(number)
-                result[:] = -1
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 def test_a_decoder_that_does_not_repeat_itself_is_not_remembered(

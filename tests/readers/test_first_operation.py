@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import itertools
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -187,42 +186,6 @@ def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
         image.resize((8, 8), Image.Resampling.BICUBIC, (number % 7, 1, 30, 30)).load()
         image.crop((number % 7, 1, 30, 30)).resize((8, 8)).load()
     assert [len(stored.array) for stored in active.values.values()] == [40 * 30 * 3]
-
-
-def test_a_wrong_result_is_an_error() -> None:
-    """With a share of 1, each remembered result is computed again."""
-    content = photo()
-    patches.meet()
-    with DecodeCache(store := DictStore(), verify_share=1.0).active():
-        for _ in range(NUM_LEARNT + 4):
-            opened(content).copy().resize((8, 8)).load()
-        assert len(store.values) == 1
-    patches.meet()
-    with DecodeCache(store, verify_share=0.0).active() as cache:
-        for key, stored in store.values.items():
-            store.values[key] = stored._replace(array=stored.array + np.uint8(1))
-        image = opened(content).copy()
-        cache._verify_share = 1.0
-        with pytest.raises(DecodeMismatchError):
-            image.resize((8, 8))
-
-
-@pytest.mark.parametrize(
-    "size", [(8.0, 8), (np.int64(8), 8), [8, 8], np.array((8, 8)), (0, 8), (8, -1), "88", 8]
-)
-def test_odd_sizes_are_pillows_matter(size: Any, active: DictStore) -> None:
-    """The same result or error, however often."""
-    content = photo()
-
-    def outcome() -> Any:
-        try:
-            return opened(content).copy().resize(size).tobytes()
-        except Exception as error:  # noqa: BLE001 - compared with the other one's
-            return type(error), str(error)
-
-    with inactive():
-        expected = outcome()
-    assert [outcome() for _ in range(NUM_LEARNT + 4)] == list(itertools.repeat(expected, NUM_LEARNT + 4))
 
 
 # --- instead of the image --------------------------------------------------------------------------------

@@ -7,11 +7,8 @@ import itertools
 import logging
 import os
 import random
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -23,7 +20,7 @@ from PIL import Image
 
 import fastload
 from fastload.cache.decoded_files import DecodedFiles
-from fastload.cache.file_cache import store_of_process
+from fastload.cache.file_cache import forget_stores, store_of_process
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
@@ -38,9 +35,11 @@ from fastload.readers.identity import Unknown
 from fastload.readers.request import CACHE_VARIABLE
 from fastload.system.logs import say_once
 from tests.kit import torchs_own
+from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 SIZE = 12
 
@@ -146,33 +145,57 @@ WORKERS: list[Any] = [
     pytest.param(
         {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}, id="persistent"
     ),
-    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
+    pytest.param(
+        {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
+        id="spawn",
+        marks=pytest.mark.slow,
+    ),
     pytest.param({"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}, id="as they come"),
     pytest.param({"num_workers": 1, **torchs_own.FORK}, id="torch's"),
 ]
 
 
-@pytest.mark.parametrize("options", WORKERS)
-@pytest.mark.parametrize("kind", ["map", "batched", "stream", "subset", "opencv"])
+# Each kind of dataset, and each kind of workers, with both kinds of stores.
+CASES = [
+    *((kind, workers, "ram") for kind in KINDS for workers in WORKERS[:2]),
+    *(("map", workers, "ram") for workers in (WORKERS[2], *WORKERS[4:])),
+    ("opencv", WORKERS[3], "ram"),
+    *((kind, WORKERS[1], "disk") for kind in KINDS),
+    *(("map", workers, "disk") for workers in (WORKERS[0], WORKERS[2], WORKERS[5])),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "cache"),
+    [
+        pytest.param(kind, *workers.values, cache, id=f"{kind}-{workers.id}-{cache}", marks=workers.marks)
+        for kind, workers, cache in CASES
+    ],
+)
 def test_batches_are_those_of_torch_and_files_are_decoded_once(
-    kind: str, options: dict[str, Any], folder: Path
+    kind: str, options: dict[str, Any], cache: str, folder: Path
 ) -> None:
-    """Three epochs, with every hit decoded again and compared."""
-    check_epochs(kind, options, folder, "ram")
+    """Three epochs, with every hit decoded again and compared; then a loader without workers decodes nothing.
 
-
-def check_epochs(kind: str, options: dict[str, Any], folder: Path, cache: str) -> None:
-    """Batches of three epochs are torch's, and each file is decoded in the first one only."""
+    What was decoded in a spawned worker is found there, too: OpenCV's number of threads changes no pixel.
+    """
     dataset: Any = KINDS[kind](folder)
     shuffle = {} if kind == "stream" else {"shuffle": True}
+    name = "ram" if cache == "ram" else f"lmdb:{folder}/cache"
     expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
-    with fastload.DataLoader(dataset, 4, cache=cache, **shuffle, **options) as loader:
+    with fastload.DataLoader(dataset, 4, cache=name, **shuffle, **options) as loader:
         assert epochs(loader) == expected
+        stats = loader.stats()
+        if cache == "ram":
+            assert misses(dataset, name) == 0
+    if cache == "disk":
+        forget_stores()  # as another process begins
+        assert misses(dataset, name) == 0
+        forget_stores()
     if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
         number = len(dataset) if kind != "stream" else SIZE
-        stats = loader.stats()
-        if options.get("persistent_workers") and cache != "ram":
-            # On disk, a worker can ask for a file before another one has committed its last batch.
+        if options.get("persistent_workers") and cache == "disk":
+            # There, a worker can ask for a file before another one has committed its last batch.
             assert stats.cache_misses is not None
             assert number <= stats.cache_misses < 2 * number
         else:
@@ -181,29 +204,25 @@ def check_epochs(kind: str, options: dict[str, Any], folder: Path, cache: str) -
         assert "hits" in str(stats)
 
 
-def test_threads_share_the_files(folder: Path) -> None:
-    """Each file is decoded once or, if two threads ask at the same moment, twice."""
-    check_threads(folder, "ram")
+def misses(dataset: Any, cache: str) -> int:
+    """How many files an epoch without workers decodes."""
+    with fastload.DataLoader(dataset, 4, cache=cache) as loader:
+        list(loader)
+        count = loader.stats().cache_misses
+    assert count is not None
+    return count
 
 
-def check_threads(folder: Path, cache: str) -> None:
-    """Batches of three epochs in threads are torch's, and the last two find all files."""
-    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache=cache)
+@pytest.mark.parametrize("cache", ["ram", "disk"])
+def test_threads_share_the_files(cache: str, folder: Path) -> None:
+    """Each file is decoded once or, if two threads ask at the same moment, twice; later epochs find all."""
+    name = "ram" if cache == "ram" else f"lmdb:{folder}/cache"
+    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache=name)
     expected = [plain(batch) for batch in tud.DataLoader(Bgr(folder), 4)]
     for _ in range(3):
         assert [plain(batch) for batch in loader] == expected
     assert loader.stats().cache_hits == 2 * SIZE
     loader.close()
-
-
-@pytest.mark.slow
-def test_workers_and_their_parent_share_the_files(folder: Path) -> None:
-    """What a spawned worker decodes is found without workers: OpenCV's number of threads changes no pixel."""
-    options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    for number, workers in enumerate((options, {})):
-        with fastload.DataLoader(Bgr(folder), 4, cache="ram", **workers) as loader:
-            list(loader)
-            assert loader.stats().cache_misses == (0 if number else SIZE)
 
 
 class Resized(Photos):
@@ -215,7 +234,7 @@ class Resized(Photos):
 
 
 @pytest.mark.parametrize(
-    ("method", "num_workers"), [("fork", 8), pytest.param("spawn", 2, marks=pytest.mark.slow)]
+    ("method", "num_workers"), [("fork", 8), pytest.param("spawn", 2, marks=pytest.mark.thorough)]
 )
 def test_workers_learn_together_which_resizes_repeat(
     method: str, num_workers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,29 +291,20 @@ def test_a_cell_that_runs_again_decodes_nothing(folder: Path) -> None:
         del loader
 
 
-JOB = """
-import sys
-from pathlib import Path
-import fastload
-from tests.readers.test_loader import Photos
-photos = Photos(Path(sys.argv[1]))
-loader = fastload.DataLoader(photos, 4, num_workers=2, multiprocessing_context="fork", cache="ram")
-list(loader)
-print(loader.stats().cache_misses)
-"""
-
-
 def test_a_second_job_decodes_nothing(folder: Path) -> None:
     """While the first one lives, another process with its own dataset finds its files."""
     loader = fastload.DataLoader(
         Photos(folder), 4, num_workers=1, multiprocessing_context="fork", cache="ram"
     )
     list(loader)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(folder)], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+
+    def work() -> Any:
+        forget_stores()  # that of its parent
+        return None, misses(Photos(folder), "ram")
+
+    job = Job(work)
+    assert job.answer() == 0
+    job.end()
     loader.close()
 
 

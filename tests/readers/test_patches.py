@@ -295,14 +295,6 @@ def _in_child(work: Callable[[], bool]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_child_forked_by_the_reading_thread_goes_on_reading(path: str, cache: Cache) -> None:
-    """A dataset that forks in the middle of a fetch reads in the child as in the parent."""
-    expected = IMREAD(path)
-    cv2.imread(path)
-    assert _in_child(lambda: np.array_equal(cv2.imread(path), expected))
-    assert np.array_equal(cv2.imread(path), expected)
-
-
 def test_a_child_forked_while_the_libraries_are_met_does_not_wait() -> None:
     """The lock of a thread that is not in the child is nobody's there."""
     with patches._patches.lock:

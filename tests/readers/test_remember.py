@@ -7,8 +7,7 @@ import functools
 import io
 import os
 import pickle
-import subprocess
-import sys
+import runpy
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,8 @@ from hypothesis.extra import numpy as hnp
 
 import fastload
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, results
+from fastload.readers import results
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, inactive
-from fastload.readers.identity import Unknown
 from fastload.system.cache_counts import cache_counts
 
 if TYPE_CHECKING:
@@ -321,49 +319,6 @@ def test_the_text_of_a_path_is_an_argument(
     assert places == [str(tmp_path / folder / "link") for folder in ("cat", "dog") for _ in range(4)]
 
 
-def test_files_that_changed_are_read_again(
-    tmp_path: Path, path: Path, cache: DecodeCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rewritten, replaced, switched by a link, with the old mtime: never the old result; nor if too new."""
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    status = path.stat()
-    for number in range(1, 6):
-        other = tmp_path / f"other{number}"
-        (NUMBERS * number).tofile(other)
-        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-        if number % 2:
-            other.replace(path)
-        else:
-            (tmp_path / "new").symlink_to(other)
-            (tmp_path / "new").replace(link)
-        for _ in range(2):
-            assert np.array_equal(read(link), np.fromfile(link, np.int16).reshape(4, 6))
-            assert np.array_equal(read(path), np.fromfile(path, np.int16).reshape(4, 6))
-    monkeypatch.setattr(identity, "SETTLED_S", 1e9)
-    identity._file_systems.clear()
-    cache_counts.take_reasons()
-    read(path)
-    read(path)
-    assert cache_counts.take_reasons() == {Unknown.TOO_NEW.value: 2}
-
-
-def test_a_file_that_changes_while_it_is_read_is_not_stored(
-    path: Path, cache: DecodeCache, store: DictStore
-) -> None:
-    """It is identified before and after."""
-
-    @fastload.remember(version="1")
-    def changing(path: Any) -> Any:
-        result = np.fromfile(path, np.int16)
-        os.truncate(path, os.path.getsize(path) - 2)
-        return result
-
-    assert changing(path).size == 24
-    assert changing(path).size == 23
-    assert not store.values
-
-
 @pytest.mark.parametrize(
     "kind", [bytes, bytearray, memoryview, lambda content: np.frombuffer(content, np.uint8)]
 )
@@ -464,36 +419,18 @@ def test_the_function_is_a_function_still(path: Path, cache: DecodeCache, store:
     assert read.__doc__ == "As users write them."
 
 
-SCRIPT = """
-import sys, runpy
-from pathlib import Path
-from fastload.readers import identity
-from fastload.readers.decode_cache import DecodeCache
-from tests.kit.decoding import DictStore
-
-identity.SETTLED_S = identity.SETTLED_REMOTE_S = 0
-store = DictStore()
-with DecodeCache(store, verify_share=0).active():
-    for script in sys.argv[2:]:
-        for name in ("__main__", "__mp_main__"):
-            print(runpy.run_path(script, run_name=name)["read"](sys.argv[1]).tolist(), len(store.values))
-"""
-
-
-def test_scripts_have_functions_of_their_own(tmp_path: Path, path: Path) -> None:
+def test_scripts_have_functions_of_their_own(
+    tmp_path: Path, path: Path, cache: DecodeCache, store: DictStore
+) -> None:
     """All scripts are named `__main__`; in a spawned worker, the same script has another name."""
     text = (
         "import fastload, numpy as np\n\n\n@fastload.remember(version='1')\n"
         "def read(path): return np.array([{}])\n"
     )
-    scripts = [tmp_path / f"{number}.py" for number in (1, 2)]
-    for number, script in enumerate(scripts):
+    for number in range(2):
+        script = tmp_path / f"{number}.py"
         script.write_text(text.format(number))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, path, *scripts],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        check=True,
-        text=True,
-    )
-    assert done.stdout.splitlines() == ["[0] 1", "[0] 1", "[1] 2", "[1] 2"]
+        for name in ("__main__", "__mp_main__"):
+            function: Any = runpy.run_path(str(script), run_name=name)["read"]
+            assert function(path).tolist() == [number]
+            assert len(store.values) == number + 1
