@@ -43,7 +43,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import fastload
-from fastload.cache.ram.store import live_stores
+from fastload.cache.ram.registry import live
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -202,7 +202,7 @@ def run_epochs(number: int, setting: Setting, turns: Connection) -> None:
         if isinstance(loader.dataset, fastload.CachedDataset):
             cache_bytes = loader.dataset.cache_info().nbytes
         elif getattr(loader, "cache", None):
-            cache_bytes = sum(store["nbytes"] for store in live_stores() if store["is_own"])
+            cache_bytes = sum(cache["nbytes"] for cache in live() if cache["kind"] == "files")
         turns.send((cache_bytes,))
     except Exception:  # noqa: BLE001  # whatever it is, the parent prints it
         turns.send(traceback.format_exc())

@@ -398,7 +398,7 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     for_help, for_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
     assert "fastload.cache.finished" in for_disk
-    assert "fastload.cache.ram.shared" in in_memory
+    assert "fastload.cache.ram.registry" in in_memory
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 
@@ -667,7 +667,7 @@ def test_without_a_directory_ls_lists_memory_and_the_working_directory(
     dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), cache_key=key)
     (found,) = [item for item in told("ls")["memory"] if item["key"] == key]
     text = run("ls").stdout
-    assert (found["owners"], found["num_samples"]) == ([os.getpid()], len(dataset))
+    assert (found["users"], found["num_samples"]) == ([os.getpid()], len(dataset))
     assert found["label"] == f"ImageFolder({str(tmp_path)!r})"
     assert all(part in text for part in (key, found["label"], f"{tmp_path}/on disk"))
     assert f"it is freed when process {os.getpid()} ends" in told("rm", key, "--yes", code=2)["error"]
@@ -679,12 +679,12 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(ram_store, "_LOOK_EVERY_S", 0.0)
     store = open_store("64MB")
     assert store.put(bytes(16), [bytes(8000)])
-    (listed,) = told("ls")["files"]
-    assert (listed["num_files"], listed["owners"]) == (1, [os.getpid()])
-    assert f"{listed['name']}  1 files" in run("ls").stdout
+    (listed,) = told("ls")["memory"]
+    assert (listed["num_cached"], listed["users"]) == (1, [os.getpid()])
+    assert f"{listed['name']}  1 decoded files" in run("ls").stdout
     assert "not a terminal" in run("rm", listed["name"]).stderr
     assert told("rm", listed["name"], "--yes")["caches"][0]["nbytes"] == listed["nbytes"]
-    assert told("ls")["files"] == []
+    assert told("ls")["memory"] == []
     assert store.get(bytes(16)) is None
 
 
@@ -694,19 +694,19 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
     root, dest = images(tmp_path / "photos", "a/1.png", "b/c/3.png"), tmp_path / "files"
     Image.new("RGB", (30, 20), "red").save(root / "a" / "2.jpg")  # its copy is decoded when it is used
     first = told("build", root, dest, "--by", "file", "--num-workers", "0")
-    assert (first["num_samples"], first["num_pixels"], first["num_contents"]) == (3, 3, 3)
+    assert (first["num_samples"], first["num_cached"], first["num_contents"]) == (3, 3, 3)
     assert (first["state"], os.listdir(tmp_path).count("files.partial")) == ("finished", 0)
     (root / "b" / "c" / "3.png").unlink()
     again = told("build", root, dest, "--by", "file", "--num-workers", "0")
-    assert (again["num_pixels"], again["nbytes"]) == (3, first["nbytes"])
+    assert (again["num_cached"], again["nbytes"]) == (3, first["nbytes"])
     (listed,) = told("ls", tmp_path)["disk"]
-    assert (listed["path"], listed["state"], listed["num_pixels"]) == (str(dest), "finished", 3)
+    assert (listed["path"], listed["state"], listed["num_cached"]) == (str(dest), "finished", 3)
     assert told("ls", dest)["disk"] == [listed]
-    assert "3 results of decoding 3 files" in run("ls", dest).stdout
+    assert "3 decoded files" in run("ls", dest).stdout
     assert told("verify", dest)["num_damaged"] == 0
     flip_a_bit(dest, Image.open(root / "a" / "1.png").tobytes())
     assert told("verify", dest, code=1)["num_damaged"] >= 1
-    assert told("build", root, dest, "--by", "file", "--force", "--num-workers", "0")["num_pixels"] == 2
+    assert told("build", root, dest, "--by", "file", "--force", "--num-workers", "0")["num_cached"] == 2
     assert told("rm", dest, "--yes")["caches"][0]["removed"] == [str(dest)]
     assert not dest.exists()
 
@@ -740,7 +740,7 @@ def test_images_that_cannot_be_decoded_are_skipped_by_file(tmp_path: Path) -> No
     (root / "b" / "2.png").write_bytes(b"no image")
     assert "2.png" in told("build", root, dest, "--by", "file", "--num-workers", "0", code=1)["error"]
     options = ("--by", "file", "--on-error", "skip", "--max-errors", "1")
-    assert told("build", root, dest, *options, "--num-workers", "2")["num_pixels"] == 2
+    assert told("build", root, dest, *options, "--num-workers", "2")["num_cached"] == 2
     assert "2.png" in Path(f"{dest}.errors.jsonl").read_text()
 
 

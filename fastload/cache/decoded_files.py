@@ -81,16 +81,16 @@ def is_of_files(path: str) -> bool:
 def details_of(store: LmdbStore) -> dict[str, Any]:
     """What is stored on disk, ready for JSON.
 
-    `num_contents` is the number of files that are known, `num_pixels` that of results of decoding, which the
+    `num_contents` is the number of files that are known, `num_cached` that of results of decoding, which the
     same file can have several of.
     """
     keys = store.all_keys()
-    num_pixels = sum(len(key) == FILE_KEY_BYTES for key in keys)
+    num_cached = sum(len(key) == FILE_KEY_BYTES for key in keys)
     return {
         "path": store.path,
         **{name: store.meta[name] for name in ("kind", "version", "created_s", "finished")},
-        "num_pixels": num_pixels,
-        "num_contents": len(keys) - num_pixels,
+        "num_cached": num_cached,
+        "num_contents": len(keys) - num_cached,
         "nbytes": store.nbytes,
     }
 

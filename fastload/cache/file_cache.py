@@ -108,7 +108,7 @@ class FileCache:
         """What happens, and what is remembered, in one line."""
         store, nbytes = self.store, self.store.nbytes
         if isinstance(store, LmdbStore):
-            num_files, limit = details_of(store)["num_pixels"], f"at {store.path}"
+            num_files, limit = details_of(store)["num_cached"], f"at {store.path}"
         else:
             num_files, limit = store.num_files, f"at most {readable_size(store.max_bytes)}; {store.reason}"
             if nbytes > store.max_bytes:

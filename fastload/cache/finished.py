@@ -16,7 +16,7 @@ import pickle
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lmdb
 import numpy as np
@@ -39,7 +39,7 @@ from fastload.system.checks import (
     list_of,
     optional,
 )
-from fastload.system.humanize import fastload_command, readable_size
+from fastload.system.humanize import fastload_command
 from fastload.system.logs import say_once
 from fastload.system.notes import add_note
 from fastload.system.paths import cache_path
@@ -186,6 +186,7 @@ class LMDBCache(StoredSamples):
 
     def __init__(self, path: str | os.PathLike[str], *, renumber: bool = False) -> None:
         self.path = cache_path(as_path("path", path))
+        self.place = f"LMDB at {self.path}"
         self.reason = "opened by its path"
         self._is_closed = False
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
@@ -231,7 +232,7 @@ class LMDBCache(StoredSamples):
                         f"{self.path} was replaced by a different cache while it was in use"
                     )
                 self._store = store
-            return self._store
+            return cast("LmdbStore", self._store)
 
     @property
     def description(self) -> Description:
@@ -266,12 +267,10 @@ class LMDBCache(StoredSamples):
         """None: a finished file takes no more samples."""
         return np.empty(0, np.intp)
 
-    def explain(self) -> str:
-        """Why this cache is in use, and the parts of its fingerprint."""
-        parts = "".join(f"\n  {name}: {value}" for name, value in (self.description.parts or {}).items())
-        content = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.description.created_s))
-        return f"LMDB at {self.path}, {content}, made {made}: {self.reason}{parts}"
+    @property
+    def parts(self) -> dict[str, str] | None:
+        """Of the fingerprint of the samples; None if the dataset had none."""
+        return self.description.parts
 
     def is_left_out(self, index: int) -> bool:
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""

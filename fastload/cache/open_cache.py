@@ -366,21 +366,15 @@ def _build_lmdb(samples: _Samples, path: str) -> LMDBCache:
 
 
 def _report(cache: SampleCache, samples: _Samples) -> None:
-    num_samples, max_bytes = len(samples), cache.max_bytes
-    if not num_samples:
+    if not len(samples):
         log.info("cache: the dataset is empty")
         return
-    figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
-    if samples.examples and max_bytes is not None:
+    needed = ""
+    if samples.examples and cache.max_bytes is not None:
         examples = samples.examples.values()
-        sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
-        needed = f"about {readable_size(sample_bytes * num_samples)}"
-        fit = getattr(cache, "capacity", None)
-        is_sure = fit is not None
-        if fit is None:
-            fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
-        figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
-        is_own = not isinstance(cache, SharedMemoryCache) or cache.origin.pid == os.getpid()
+        needed_bytes = sum(len(encode(sample)) for sample in examples) * len(samples) // len(examples)
+        needed = f"; all take about {readable_size(needed_bytes)} of at most {readable_size(cache.max_bytes)}"
+        is_own = not isinstance(cache, SharedMemoryCache) or cache.pid == os.getpid()
         if is_own and samples.bytes_in_memory:
             log.warning(
                 "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
@@ -388,17 +382,7 @@ def _report(cache: SampleCache, samples: _Samples) -> None:
                 "loader a dataset that calls the transform itself, without CachedDataset",
                 readable_size(samples.bytes_in_memory),
             )
-        if is_own and fit < num_samples and is_sure:  # else the cache says it itself
-            shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
-            if isinstance(cache, SharedMemoryCache):
-                cache.expect_short()
-    log.info(
-        "cache: %s layout, %s, at most %s; %s",
-        cache.layout,
-        figures,
-        "none" if max_bytes is None else readable_size(max_bytes),
-        cache.explain().partition("\n")[0],
-    )
+    log.info("cache: %s%s", cache.explain().partition("\n")[0], needed)
 
 
 def _arrays_behind(sample: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from fastload.errors import CacheCorruptError, CacheError
 from fastload.nested.leaf import TEXT_KINDS, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import build_batch, flatten
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.lmdb_store import LmdbStore
+    from fastload.cache.store import Store
 
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
@@ -32,31 +33,43 @@ class StoredSamples(SampleCache):
     Args:
         store: Keeps them.
         num_samples: Number of samples of the dataset.
+
+    Attributes:
+        place: Where they are.
+        reason: Why this cache is in use.
     """
 
     layout = "lmdb"
+    place, reason = "LMDB", "filled now"
 
-    def __init__(self, store: LmdbStore, num_samples: int) -> None:
-        self._store: LmdbStore | None = store
+    def __init__(self, store: Store, num_samples: int) -> None:
+        self._store: Any = store
         self._salt = store.salt
         self.num_samples = num_samples
 
     @property
-    def store(self) -> LmdbStore:
+    def store(self) -> Any:
         """What keeps them."""
         return self._open() if self._store is None else self._store
 
-    def _open(self) -> LmdbStore:
+    def _open(self) -> Store:
         raise CacheError("the samples were closed")
 
+    @property
+    def parts(self) -> dict[str, str] | None:
+        """Of the fingerprint of the samples, by name; None if there is none."""
+        return None
+
     def explain(self) -> str:
-        """Where the samples are, and how many."""
-        return f"{self.num_cached:,} of {self.num_samples:,} samples in {type(self.store).__name__}"
+        """Where the samples are, how many, why this cache is in use, and the parts of its fingerprint."""
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
+        size = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        return f"{self.place}, {size}: {self.reason}{parts}"
 
     @property
     def nbytes(self) -> int:
         """Bytes in use now."""
-        return self.store.nbytes
+        return int(self.store.nbytes)
 
     @property
     def num_cached(self) -> int:
@@ -72,7 +85,7 @@ class StoredSamples(SampleCache):
         """Whether the sample of this index is stored."""
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self.store.get(index_key(int(index))) is not None
+        return bool(self.store.holds(np.frombuffer(index_key(int(index)), np.uint8)[None])[0])
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it is not stored.
@@ -84,14 +97,17 @@ class StoredSamples(SampleCache):
         return None if record is None else decode(record)
 
     def _checked(self, record: memoryview | None, index: int) -> memoryview | None:
-        if record is not None and not is_intact(record, self._salt + index_key(index)):
+        if record is None or self._salt is None:
+            return record
+        if not is_intact(record, self._salt + index_key(index)):
             raise CacheCorruptError(f"sample {index}: its checksum is wrong")
         return record
 
     def put(self, index: int, sample: Any) -> bool:
         """Store a sample; False if it is not kept. Others find it after `flush`."""
         key = index_key(index)
-        return self.store.put(key, record_parts(*flatten(sample), self._salt + key)[0])
+        checked = None if self._salt is None else self._salt + key
+        return bool(self.store.put(key, record_parts(*flatten(sample), checked)[0]))
 
     def flush(self) -> None:
         """Let others find all that was put."""

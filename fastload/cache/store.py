@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
@@ -31,11 +31,17 @@ class Store(Protocol):
 
     Attributes:
         lasts: Whether it outlives this system: its records were on a disk, so whoever reads one checks it.
+        salt: What the checksums of samples cover before their keys; None: records are read without a check.
         full_reason: Why it does not keep what it has no room for.
     """
 
     lasts: bool
     full_reason: str
+
+    @property
+    def salt(self) -> bytes | None:
+        """As above."""
+        ...
 
     @property
     def max_bytes(self) -> int | None:
@@ -53,6 +59,10 @@ class Store(Protocol):
         It is read-only memory of the store, or memory of the caller's own, and stays valid and unchanged for
         as long as somebody refers to it.
         """
+        ...
+
+    def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
+        """Call a function with the records under some keys, which are valid until it returns."""
         ...
 
     def put(self, key: bytes, parts: Sequence[Any]) -> bool:

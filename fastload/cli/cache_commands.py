@@ -249,31 +249,20 @@ def _shown(details: dict[str, Any]) -> list[str]:
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.ram.shared import live_caches
-    from fastload.cache.ram.store import live_stores
+    from fastload.cache.ram.registry import live
 
-    stores, live = live_stores(), live_caches()
+    caches = live()
     rows = [
         [
-            "decoded files" if store["is_own"] else "decoded files of another container",
-            store["name"],
-            f"{store['num_files']:,} files",
-            readable_size(store["nbytes"]),
-            f"held by process {', '.join(map(str, store['owners']))}",
-        ]
-        for store in stores
-    ]
-    rows += [
-        [
-            cache["label"],
+            cache["label"] or "decoded files",
             cache["key"] or cache["name"],
-            f"{cache['num_cached']:,} of {cache['num_samples']:,} samples",
-            f"{readable_size(cache['nbytes'])} of at most {readable_size(cache['max_bytes'])}",
-            f"held by process {', '.join(map(str, cache['owners']))}",
+            f"{_count(cache)}, {readable_size(cache['nbytes'])}",
+            f"at most {readable_size(cache['max_bytes'])}",
+            f"used by process {', '.join(map(str, cache['users']))}",
         ]
-        for cache in live
+        for cache in caches
     ]
-    return table(rows) if rows else ["no caches in memory"], {"memory": live, "files": stores}
+    return table(rows) if rows else ["no caches in memory"], {"memory": caches}
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -304,10 +293,13 @@ def rm(
     in memory, by the name that `fastload cache ls` shows, are forgotten by all processes.
     """
     from fastload.cache import inventory
+    from fastload.cache.ram.registry import live
 
-    if len(paths) == 1 and (store := _store_named(os.path.basename(paths[0]))) is not None:
-        return _forget(store, yes=yes)
-    files = [file for path in paths for file in _files_of(path)]  # raises before anything is removed
+    names = set(map(os.path.basename, paths))
+    in_memory = [cache for cache in live() if names & {cache["key"], cache["name"]}]
+    if in_memory and not any(map(os.path.lexists, paths)):
+        return _forget(in_memory, yes=yes)
+    files = [file for path in paths for file in inventory.files_of(path)]  # raises before anything is removed
     named = paths[0] if len(paths) == 1 else f"{len(paths)} caches"
     _confirm(f"{named} and all files of it", inventory.size_of(files), yes=yes)
     result, lines = [], []
@@ -318,37 +310,22 @@ def rm(
     return Answer({"caches": result}, lines)
 
 
-def _store_named(name: str) -> dict[str, Any] | None:
-    from fastload.cache.ram.store import NAME_PREFIX, live_stores
+def _forget(caches: list[dict[str, Any]], *, yes: bool) -> Answer:
+    from fastload.cache.ram.registry import retire
 
-    stores = live_stores() if name.startswith(NAME_PREFIX) else []
-    return next((store for store in stores if store["name"] == name), None)
-
-
-def _forget(store: dict[str, Any], *, yes: bool) -> Answer:
-    from fastload.cache.ram.store import retire_store
-
-    named = f"{store['num_files']:,} decoded files from memory"
-    _confirm(named, store["nbytes"], yes=yes)
-    nbytes = retire_store(store["name"])
-    line = f"removed {named}: the processes that hold them free {readable_size(nbytes)} when they read next"
-    return Answer({"caches": [{"path": store["name"], "removed": [], "nbytes": nbytes}]}, [line])
-
-
-def _files_of(path: str) -> list[str]:
-    from fastload.cache import inventory
-    from fastload.cache.ram.shared import live_caches
-
-    try:
-        return inventory.files_of(path)
-    except FileNotFoundError:
-        for cache in live_caches():
-            if os.path.basename(path) in (cache["key"], cache["name"]):
-                pids = ", ".join(map(str, cache["owners"]))
-                raise CommandError(
-                    f"{os.path.basename(path)} is a cache in memory: it is freed when process {pids} ends"
-                ) from None
-        raise
+    for cache in caches:
+        if cache["kind"] == "samples":
+            pids = ", ".join(map(str, cache["users"]))
+            named = cache["key"] or cache["name"]
+            raise CommandError(f"{named} is a cache in memory: it is freed when process {pids} ends")
+    named = ", ".join(f"{_count(cache)} from memory" for cache in caches)
+    _confirm(named, sum(cache["nbytes"] for cache in caches), yes=yes)
+    nbytes = [retire(cache["name"]) for cache in caches]
+    freed = readable_size(sum(nbytes))
+    line = f"removed {named}: the processes that use them free {freed} when they read next"
+    removed = zip(caches, nbytes, strict=True)
+    result = [{"path": cache["name"], "removed": [], "nbytes": nbytes} for cache, nbytes in removed]
+    return Answer({"caches": result}, [line])
 
 
 @answers(app, short_help="Keep decoded files in memory between runs.")
@@ -414,12 +391,14 @@ def _content(details: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its details."""
     if details["problem"]:
         return f"{readable_size(details['nbytes'])}: {details['problem']}"
-    held = (
-        f"{details['num_cached']:,} of {details['num_samples']:,} samples"
-        if "num_cached" in details
-        else (f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files")
-    )
-    return f"{held}, {readable_size(details['nbytes'])}"
+    return f"{_count(details)}, {readable_size(details['nbytes'])}"
+
+
+def _count(details: dict[str, Any]) -> str:
+    """How much a cache in memory or on disk holds."""
+    if details["kind"] == "samples":
+        return f"{details['num_cached']:,} of {details['num_samples']:,} samples"
+    return f"{details['num_cached']:,} decoded files"
 
 
 def _skipped(details: dict[str, Any]) -> list[str]:

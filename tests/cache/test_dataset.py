@@ -382,15 +382,13 @@ def test_a_dataset_from_a_file(pre_transform: Any, tmp_path: Any, monkeypatch: A
 
 
 def test_one_line_says_what_was_decided(caplog: Any) -> None:
-    """Construction logs layout, how many fit, bytes and budget in one line; a warning says if not all fit."""
+    """Construction logs how many are there, why this cache, and the bytes that all need, in one line."""
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(2000, shape=(100, 100, 3)), max_memory="15MB")
-    warning, record = (record.getMessage() for record in caplog.records)
-    fit = "cache: ragged layout, 495 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared"
-    assert caplog.records[0].levelname == "WARNING"
-    assert "holds only 495 of 2,000 samples (25%), which need about 60.3 MB" in warning
-    assert record.startswith(fit)
-    assert "3 of 2,000 samples so far" in record
+    (line,) = caplog.messages
+    assert line.startswith("cache: shared memory, 3 of 2,000 samples, ")
+    assert "private to this process and its workers, because" in line
+    assert line.endswith("; all take about 60.3 MB of at most 15.0 MB")
     ds = CachedDataset(Images(20), max_memory=10**6)
     for index in range(5):
         ds[index]

@@ -9,24 +9,21 @@ import fcntl
 import functools
 import logging
 import os
-import pickle
 import resource
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.no_cache import NoCache
-from fastload.cache.ram.arena import TABLE_AT
-from fastload.cache.ram.layout import Layout, Origin
+from fastload.cache.ram.arena import TABLE_AT, Arena
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import SharedMemoryError
+from fastload.memory.segment import Segment
 from fastload.system.logs import say_once
-from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
+from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
@@ -39,45 +36,6 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
     for _ in range(2):
         for index in range(len(dataset)):
             assert_same_samples(ds[index], dataset.sample(index))
-
-
-@given(
-    num_samples=st.integers(0, 10**7),
-    max_bytes=st.integers(1, 1 << 42),
-    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
-    segment_limit=st.just(0) | st.integers(1, 1 << 42),
-)
-def test_a_segment_fits_its_examples(
-    num_samples: int, max_bytes: int, sizes: Any, segment_limit: int
-) -> None:
-    """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
-    examples = [np.zeros(size, np.uint8) for size in sizes]
-    plan = Layout.plan(num_samples, max_bytes, examples, Origin("id", 1, 0.0, None), segment_limit)
-    table_bytes = -(-num_samples * 8 // 4096) * 4096
-    record_bytes = max(sizes) + 1024  # at most, with frame, header and spec
-    granted = max(1, min(max_bytes, segment_limit - TABLE_AT)) if segment_limit else max_bytes
-
-    assert plan.max_bytes == granted
-    if sizes[0] != sizes[-1] and granted > 256 * MB + table_bytes and not segment_limit:
-        assert plan.ragged_bytes >= 256 * MB  # a few examples say little about the rest
-    columns_at = TABLE_AT + table_bytes
-    assert plan.ragged_at + plan.ragged_bytes <= columns_at + 2 * max(0, granted - table_bytes) + 2 * 4096
-    assert plan.ragged_bytes <= max(256 * MB, 8 * num_samples * record_bytes) + 4096
-    if granted > TABLE_AT + table_bytes + num_samples * record_bytes + 4 * 4096:
-        assert plan.columns or plan.ragged_bytes >= num_samples * max(sizes)
-    if segment_limit:
-        assert plan.ragged_at + plan.ragged_bytes <= max(segment_limit, columns_at) + 2 * 4096
-
-
-def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
-    """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
-    monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
-    dataset = Made(lambda index: np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8))
-    ds = CachedDataset(dataset, max_memory="1GB")
-    with caplog.at_level(logging.WARNING, "fastload"):
-        assert_right(ds, dataset)
-    assert 3 < ds.cache_info().num_cached < 20
-    assert ["of several sizes" in text for text in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
@@ -106,7 +64,7 @@ def test_limits_make_a_cache_smaller_or_leave_none(
     assert (3 < info.num_cached <= 300) == is_shared
     assert (info.num_cached == 300) == is_whole
     if is_shared:
-        assert os.fstat(ds.cache._fd).st_size <= allowed
+        assert os.fstat(ds.cache._arena.segment.fd).st_size <= allowed
         assert is_whole or info.max_bytes < allowed
     else:
         assert said[0].split()[0] in ds.cache.explain()
@@ -120,14 +78,14 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     """In a worker with another limit nothing is cached, and one line of its own says so; no error."""
     dataset = RaggedImages(20)
     ds = CachedDataset(dataset, max_memory="10GB")
-    assert os.fstat(ds.cache._fd).st_size > 200 * MB
+    assert os.fstat(ds.cache._arena.segment.fd).st_size > 200 * MB
     with limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB), caplog.at_level(logging.WARNING, "fastload"):
-        other = pickle.loads(pickle.dumps(ds))
-        assert_right(other, dataset)
-        assert other.gather([0, 1], np.empty) is None
-        assert other.cache_info().num_cached == 0
-        assert 3 not in other.cache
-        assert other.cache.missing().tolist() == []
+        held = ds.cache._arena
+        other = SharedMemoryCache.of(Arena(Segment.attach(os.dup(held.segment.fd)), held.fields))
+        assert (other.get(3), other.put(3, dataset.sample(3)), 3 in other) == (None, False, False)
+        assert other.gather(np.array([0, 1]), np.empty) is None
+        assert other.num_cached == 0
+        assert other.missing().tolist() == []
 
     (line,) = caplog.messages
     assert f"process {os.getpid()} reads all samples from the dataset" in line
@@ -135,20 +93,21 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     assert ds.cache_info().num_cached == 3
 
 
-def test_a_job_with_little_address_space_beside_the_cache_of_another_has_none(
+def test_a_job_with_little_address_space_beside_the_cache_of_another_has_its_own(
     start: Any, caplog: Any
 ) -> None:
-    """The cache of the other job would leave it too little; one warning says so; all samples are right."""
+    """That of the other job would leave it too little; one warning says so; all samples are right."""
     dataset = RaggedImages(20)
     open_large = functools.partial(CachedDataset, max_memory="10GB", cache_key="photos")
-    start(lambda: (ds := open_large(dataset), os.fstat(ds.cache._fd).st_size)).answer()
+    start(lambda: (ds := open_large(dataset), os.fstat(ds.cache._arena.segment.fd).st_size)).answer()
     say_once.cache_clear()
     with limited(resource.RLIMIT_AS, mapped_bytes() + 300 * MB), caplog.at_level(logging.WARNING, "fastload"):
         ds = open_large(dataset)
         assert_right(ds, dataset)
     (line,) = caplog.messages
     assert "RLIMIT_AS" in line
-    assert isinstance(ds.cache, NoCache)
+    assert ds.cache_info().num_cached == 20
+    assert ds.cache_info().max_bytes < 300 * MB
 
 
 def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:

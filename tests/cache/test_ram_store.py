@@ -189,7 +189,7 @@ def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -
         assert pipe.recv() == (list(range(100)), list(range(100)))
         assert right(store, range(100)) == list(range(100))
         assert {entry.pid for entry in registry.entries()} == {os.getpid()}
-        ram_store.retire_store(store._name)
+        registry.retire(store._name)
         assert right(store, range(100)) == []
         store.poll()
     pipe.send(False)
@@ -315,7 +315,7 @@ def test_a_value_larger_than_a_table_has_one_of_its_own() -> None:
     stored: Any = files.get(key_of(1))
     assert np.array_equal(stored.array, large)
     assert right(store, more) == more
-    assert sum(table.max_bytes for table in store._tables) <= MB
+    assert sum(table.arena.max_bytes for table in store._tables) <= MB
     assert store.nbytes <= MB
     assert not files.put(key_of(3), array_of(3, MB), 3)
 
@@ -611,7 +611,9 @@ def test_a_worker_that_cannot_map_a_table_asks_for_no_other(monkeypatch: pytest.
         patch.setattr(segment, "is_for_child", lambda: True)
         function, (tables, *arguments) = store.__reduce__()
         patch.setattr(segment.Segment, "map", refuse_to_map)
-        worker = function([segment.Segment.attach(os.dup(each.fd)) for each in tables], *arguments)
+        worker = function(
+            [(segment.Segment.attach(os.dup(each.fd)), fields) for each, fields in tables], *arguments
+        )
         assert put(worker, range(3)) == []
     assert not store._tables[-1].is_short
     assert put(store, range(3)) == [0, 1, 2]
@@ -637,11 +639,11 @@ def test_stores_are_listed_and_let_go(start: Any) -> None:
     job = start(opened, range(30))
     job.answer()
     mine = shared()
-    (listed,) = ram_store.live_stores()
-    assert (listed["num_files"], listed["nbytes"], listed["is_own"]) == (30, mine.nbytes, True)
-    assert listed["owners"] == sorted([os.getpid(), job.pid])
-    assert ram_store.retire_store(listed["name"]) == listed["nbytes"]
-    assert ram_store.live_stores() == []
+    (listed,) = registry.live()
+    assert (listed["kind"], listed["num_cached"], listed["nbytes"]) == ("files", 30, mine.nbytes)
+    assert listed["users"] == sorted([os.getpid(), job.pid])
+    assert registry.retire(listed["name"]) == listed["nbytes"]
+    assert registry.live() == []
     assert right(mine, range(30)) == job.ask(told, "right", range(30)) == []
     assert put(mine, range(30)) == job.ask(told, "right", range(30)) == list(range(30))
 

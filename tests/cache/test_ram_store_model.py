@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.ram import registry
+from fastload.cache.ram import arena, registry
 from fastload.cache.ram import store as ram_store
 from fastload.cache.ram import table as ram_table
 from fastload.cache.ram.arena import Arena
@@ -36,7 +36,7 @@ STEPS = {
     (Arena, "move"),
     (registry, "register"),
     (registry, "unregister"),
-    (ram_table, "create_segment"),
+    (arena, "_create_segment"),
 }
 
 
@@ -174,8 +174,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def retire(self) -> None:
         """All processes forget all files."""
-        for store in ram_store.live_stores():
-            ram_store.retire_store(store["name"])
+        for store in registry.live():
+            registry.retire(store["name"])
         self.stored.clear()
 
     @rule()

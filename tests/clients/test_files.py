@@ -84,7 +84,7 @@ class Losses:
             assert second.got("train") == expected
             decoded = [json.loads(counts) for counts in second.got("decoded")]
             assert not is_counted or not any(map(any, decoded)), decoded
-            stored = details_of(open_files(str(tmp_path / "store")))["num_pixels"]
+            stored = details_of(open_files(str(tmp_path / "store")))["num_cached"]
             assert stored >= len(list(data.rglob("*.[jw]*g")))
 
 

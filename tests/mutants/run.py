@@ -62,8 +62,6 @@ TESTS = {
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that'",
     "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_ram_model.py"
     " tests/cache/test_limits.py -m 'not slow'",
-    "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
-    " tests/cache/test_ram_model.py tests/cache/test_sharing.py -m 'not slow'",
     "epochs/position.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
     f" tests/resume/test_failures.py {FEW}",
     "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_failures.py"

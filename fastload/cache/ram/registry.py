@@ -27,22 +27,28 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import stat
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastload.cache.ram.arena import SEGMENT_NAME
-from fastload.errors import SharedMemoryError
+import numpy as np
+
+from fastload.cache.ram.arena import SEGMENT_NAME, Arena
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import open_in_process
-from fastload.system.linux import pid_namespace, start_time
+from fastload.system.linux import link_of, pid_namespace, start_time
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from fastload.memory.segment import Segment
 
@@ -181,6 +187,88 @@ def _is_over(path: Path, entry: Entry) -> bool:
 def _boot_s() -> float:
     """When this machine started, as the clock of files counts; too early rather than too late."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - _BOOT_SLACK_S
+
+
+def hold(arena: Arena) -> bool:
+    """Let processes find an arena under its name, until it is closed or dropped; False without a registry."""
+    entry = register(arena.name, arena.segment.fd) if arena.name else None
+    if entry is not None:
+        arena.unregister = weakref.finalize(arena, unregister, entry)
+    return entry is not None
+
+
+def arenas(name: str | None = None, known: Container[int] = ()) -> Iterator[tuple[Entry, Arena]]:
+    """What live processes hold under a name, or all of it, by entries; the caller closes the arenas.
+
+    What this process cannot reach, or not map, is left out, with one line of log.
+
+    Args:
+        name: The name.
+        known: Inodes of segments that are left out.
+    """
+    for entry in entries(name):
+        try:
+            if known and os.stat(link_of(entry.fd, entry.pid)).st_ino in known:
+                continue
+            arena = Arena.attach(entry.attach())
+            if arena.name != entry.name:
+                arena.close()
+                raise CacheMismatchError("the descriptor now refers to another cache")
+        except (OSError, SharedMemoryError, CacheMismatchError) as error:
+            is_unmapped = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ENOMEM
+            level = logging.WARNING if is_unmapped or count_ranks_of_host() > 1 else logging.INFO
+            say_once(
+                f"cache: process {entry.pid} holds {entry.name}, but it cannot be shared: {error}", level
+            )
+            continue
+        yield entry, arena
+
+
+def live() -> list[dict[str, Any]]:
+    """The caches in RAM that this process can reach, the oldest first, ready for JSON.
+
+    Each has its `kind` (`"samples"` or `"files"`), `name`, `num_cached`, `num_samples` (None of files),
+    `nbytes` (in use by all processes together), `max_bytes`, `created_s` (seconds since 1970), `users` (the
+    processes that opened it; their workers hold it, too), and `label`, `key` and `parts` of a fingerprint.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()
+    for _, arena in arenas(known=seen):
+        if not arena.is_retired:
+            seen.add(arena.inode)
+            num_samples, fingerprint = arena.fields.get("num_samples"), arena.fields.get("fingerprint") or {}
+            about = found.setdefault(
+                arena.name,
+                {
+                    "kind": arena.fields["kind"],
+                    "name": arena.name,
+                    **{name: fingerprint.get(name) for name in ("label", "key", "parts")},
+                    "num_samples": num_samples,
+                    **dict.fromkeys(("num_cached", "nbytes", "max_bytes"), 0),
+                    "created_s": arena.created_s,
+                },
+            )
+            is_by_sample = num_samples is not None
+            about["num_cached"] += (
+                int(np.count_nonzero(arena.table)) if is_by_sample else arena.cursor.num_records
+            )
+            about["nbytes"] += arena.nbytes
+            about["max_bytes"] += arena.max_bytes
+        arena.close()
+    for name, about in found.items():
+        about["users"] = sorted({entry.pid for entry in entries(name)})
+    return sorted(found.values(), key=lambda about: float(about["created_s"]))
+
+
+def retire(name: str) -> int:
+    """Let all processes let go of what they hold under a name; returns how many bytes that is."""
+    nbytes, seen = 0, set[int]()
+    for _, arena in arenas(name, seen):
+        seen.add(arena.inode)
+        arena.retire()
+        nbytes += arena.nbytes
+        arena.close()
+    return nbytes
 
 
 def entry_of(name: str, fd: int) -> Entry | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import math
 import os
 import threading
@@ -32,13 +31,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import reserve_bytes
+from fastload.cache.ram.arena import Arena, reserve_bytes
 from fastload.cache.ram.table import Table, home_and_tag, table_bytes_for
-from fastload.errors import CacheMismatchError, SharedMemoryError
+from fastload.errors import SharedMemoryError
 from fastload.memory import segment
 from fastload.readers.decode_cache import FULL
 from fastload.system.budget import available_bytes, limit_bytes, parse_memory
-from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
     from fastload.memory.segment import Segment
 
-_FORMAT = 3  # of tables and records
+_FORMAT = 4  # of tables and records
 NAME_PREFIX = "files-"
 _NUM_TABLES = 8  # that share the limit
 _MIN_TABLE_BYTES = 4 << 20
@@ -104,6 +102,7 @@ class SharedStore:
     """
 
     lasts = False
+    salt = None
     full_reason = FULL
 
     def __init__(self, max_memory: str | float = "auto") -> None:
@@ -119,7 +118,7 @@ class SharedStore:
             if not self._name or registry.changed_ns() is None:
                 self.reason = "private to this process and its workers, because others could not find it"
             elif self._tables:
-                self.reason = f"found, made by process {self._tables[0].pid}"
+                self.reason = f"found, made by process {self._tables[0].arena.pid}"
             else:
                 self.reason = "made now, because no running process had one"
             self._make_tables()
@@ -140,7 +139,7 @@ class SharedStore:
     def __reduce__(self) -> tuple[Any, ...]:
         if not segment.is_for_child():
             return open_store, (self._max_memory,)
-        segments = [table.arena.segment for table in self._tables]
+        segments = [(table.arena.segment, table.arena.fields) for table in self._tables]
         limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._owner_pid
         return _unpickle, (segments, self._max_memory, self._name, limits)
 
@@ -167,6 +166,10 @@ class SharedStore:
             if record is not None:
                 return record
         return None
+
+    def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
+        """Call a function with the records under some keys."""
+        return use([self.get(key) for key in keys])
 
     def put(self, key: bytes, parts: Sequence[Any]) -> bool:
         """Store a record; False if there is no room. Other processes find it at once."""
@@ -233,7 +236,7 @@ class SharedStore:
         if not self.is_owner:  # a fork that goes on by itself
             self._owner_pid, self._uses = os.getpid(), weakref.WeakSet()
             for table in self._tables:
-                self._register(table)
+                registry.hold(table.arena)
         if use is not None:
             self._use = weakref.ref(use)
             use.began_s = min(use.began_s, now_s)
@@ -261,7 +264,7 @@ class SharedStore:
             return
         try:
             self._looked_s, self._look_at_s = now_s, now_s + _LOOK_EVERY_S
-            tables = [table for table in self._tables if not table.is_retired]
+            tables = [table for table in self._tables if not table.arena.is_retired]
             changed_ns = registry.changed_ns() if self._name else None
             if changed_ns is not None and changed_ns != self._changed_ns:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
@@ -275,42 +278,24 @@ class SharedStore:
             for table in tables:
                 table.touch(now_s)
                 if use is not None and table.hit_s >= use.began_s:
-                    use.inodes.add(table.inode)
-                if table.inode in needed:
+                    use.inodes.add(table.arena.inode)
+                if table.arena.inode in needed:
                     table.keep(now_s)
-            self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
+            self._tables = tuple(sorted(tables, key=lambda table: table.arena.created_s))
         finally:
             self._lock().release()
 
     def _attach(self, tables: list[Table]) -> Iterator[Table]:
         """The tables of the registry that are not among these."""
-        inodes = {table.inode for table in tables}
-        for entry in registry.entries(self._name):
-            try:
-                if os.stat(link_of(entry.fd, entry.pid)).st_ino in inodes:
-                    continue
-                memory = entry.attach()
-            except (OSError, SharedMemoryError):
-                continue  # it was closed just now, or its process cannot be reached
-            try:
-                table = Table(memory, memory.map(writable=False, sparing=True))
-            except CacheMismatchError:
+        inodes = {table.arena.inode for table in tables}
+        for _, arena in registry.arenas(self._name, inodes):
+            if arena.is_retired:
+                arena.close()
                 continue
-            except SharedMemoryError as error:
-                memory.close()
-                level = logging.WARNING if self.is_owner else logging.INFO
-                say_once(f"cache: decoded files of other processes are not used: {error}", level)
-                continue
-            if table.name == self._name and not table.is_retired and table.inode not in inodes:
-                inodes.add(table.inode)
-                if self.is_owner:
-                    self._register(table)
-                yield table
-
-    def _register(self, table: Table) -> None:
-        entry = registry.register(self._name, table.arena.segment.fd) if self._name else None
-        if entry is not None:
-            weakref.finalize(table, registry.unregister, entry)
+            inodes.add(arena.inode)
+            if self.is_owner:
+                registry.hold(arena)
+            yield Table(arena)
 
     def _make_tables(self, needed_bytes: int = 0) -> None:
         """Make tables up to the limit, the first one as large as needed."""
@@ -319,10 +304,10 @@ class SharedStore:
             while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
                 wanted_bytes, next_bytes = min(room_bytes, next_bytes), self._table_bytes
                 table = Table.create(wanted_bytes, self._name, self._reserved_bytes)
-                self._register(table)
+                registry.hold(table.arena)
                 self._tables += (table,)
                 # One that the system has made smaller is the last one.
-                room_bytes -= table.max_bytes if table.max_bytes == wanted_bytes else room_bytes
+                room_bytes -= table.arena.max_bytes if table.arena.max_bytes == wanted_bytes else room_bytes
         except SharedMemoryError as error:
             if not self._tables:
                 raise
@@ -330,7 +315,7 @@ class SharedStore:
 
     @property
     def _room_bytes(self) -> int:
-        return self.max_bytes - sum(table.max_bytes for table in self._tables)
+        return self.max_bytes - sum(table.arena.max_bytes for table in self._tables)
 
     def _grow(self, now_s: float) -> None:
         """Make a table unless another process just did; if the limit is reached, in place of others."""
@@ -349,7 +334,7 @@ class SharedStore:
                 if (going := self._to_retire(now_s, needed_bytes)) is None:
                     return
                 for table in going:
-                    table.retire()
+                    table.arena.retire()
                 self._tables = tuple(table for table in self._tables if table not in going)
                 self._make_tables(needed_bytes)
                 self._grow_at_s = 0.0
@@ -367,18 +352,21 @@ class SharedStore:
             can_go = (is_large and table.is_empty) or now_s - table.used_s > _IDLE_S
             if room_bytes < needed_bytes and can_go:
                 going.append(table)
-                room_bytes += table.max_bytes
+                room_bytes += table.arena.max_bytes
         return going if room_bytes >= needed_bytes else None
 
 
 def _unpickle(
-    segments: list[Segment], max_memory: str | float, name: str, limits: tuple[int, int, int, int]
+    segments: list[tuple[Segment, dict[str, Any]]],
+    max_memory: str | float,
+    name: str,
+    limits: tuple[int, int, int, int],
 ) -> SharedStore:
     """The store in a worker process; closed if its limit is 0, because the system has no shared memory."""
     store = SharedStore.__new__(SharedStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._owner_pid = limits
-    tables = (Table(each) for each in segments if each.fd >= 0)
+    tables = (Table(Arena(*each)) for each in segments if each[0].fd >= 0)
     store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
     if not store.max_bytes:
         store.close()
@@ -408,33 +396,6 @@ def open_store(max_memory: str | float = "auto") -> SharedStore:
 # --- for the command line --------------------------------------------------------------------------------
 
 
-def live_stores() -> list[dict[str, Any]]:
-    """The stores of this user that can be reached from this process, ready for JSON.
-
-    Each has its `name`, `is_own` (whether this process would use it), `num_files`, `num_tables`, `nbytes` (in
-    use by all processes together), and `owners` (the processes that opened it; their workers hold it too).
-    """
-    stores: dict[str, dict[str, Any]] = {}
-    for name, tables in _live_tables().items():
-        stores[name] = {
-            "name": name,
-            "is_own": name == store_name(),
-            "num_files": sum(table.num_records for table in tables.values()),
-            "num_tables": len(tables),
-            "nbytes": sum(table.arena.nbytes for table in tables.values()),
-            "owners": sorted({entry.pid for entry in registry.entries(name)}),
-        }
-    return list(stores.values())
-
-
-def retire_store(name: str) -> int:
-    """Let all processes let go of a store's tables; returns how many bytes they hold."""
-    tables = _live_tables().get(name, {}).values()
-    for table in tables:
-        table.retire()
-    return sum(table.arena.nbytes for table in tables)
-
-
 def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -> dict[str, Any]:
     """Hold the store until Ctrl-C, or until a time is over.
 
@@ -461,17 +422,3 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
                 store.poll()
         held_s = round(time.monotonic() - started_s, 1)
         return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}
-
-
-def _live_tables() -> dict[str, dict[int, Table]]:
-    """All tables that can be reached, by the name of their store and by inode."""
-    stores: dict[str, dict[int, Table]] = {}
-    for entry in registry.entries():
-        if entry.name.startswith(NAME_PREFIX):
-            try:
-                table = Table(entry.attach())
-            except (OSError, SharedMemoryError, CacheMismatchError):
-                continue
-            if not table.is_retired:
-                stores.setdefault(entry.name, {}).setdefault(table.inode, table)
-    return stores

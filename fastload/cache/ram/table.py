@@ -2,8 +2,8 @@
 
 In the space of the segment (see `arena`):
 
-    words     64 words of 8 bytes: whether the table is retired, the largest record that had no room, and when
-              a record was found last, and a loader needed the table last
+    words     64 words of 8 bytes: the largest record that had no room, and when a record was found last, and
+              a loader needed the table last
     levels    hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes, each at the index that is its size
     records
 
@@ -19,39 +19,23 @@ the new ones. Nothing moves. Rules:
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastload.cache.ram.arena import (
-    CURSOR_AT,
-    ENTRY_BYTES,
-    TABLE_AT,
-    Arena,
-    Cursor,
-    claimed_bytes,
-    create_segment,
-    read_description,
-)
+from fastload.cache.ram.arena import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Arena, Cursor, claimed_bytes
 from fastload.cache.records import ALIGNMENT_BYTES
-from fastload.errors import CacheMismatchError, SharedMemoryError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, round_up
-from fastload.system.locks import flocked
-from fastload.system.logs import log, say_once
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Sequence
-
-    from fastload.memory.segment import Segment
 
 MIN_TABLE_BYTES = 1 << 20
 
-_KIND = "files"
-_RETIRED, _WANTED_BYTES, _HIT_MS, _KEPT_MS = range(4)  # words
+KIND = "files"
+_WANTED_BYTES, _HIT_MS, _KEPT_MS = range(3)  # words
 _NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
 _MEAN_RECORD_BYTES = 1024  # smaller records fill a table earlier
 _MAX_PROBES = 64
@@ -93,38 +77,17 @@ class Table:
     """A segment of records.
 
     Args:
-        segment: A segment that `create` made; the table owns it from here on.
-        mapping: The segment, read-only; None to map it now.
+        arena: A segment that `create` made, and its space.
 
     Attributes:
-        arena: The segment and its space.
-        name: The name of its store.
-        pid: The process that made it.
-        max_bytes: The most memory that it takes.
-        created_s: When it was made, in seconds since 1970.
-        inode: Of the segment; no two segments that are open have the same.
+        arena: As given.
         lacks_memory: Whether the machine had too little memory for what this process wanted to store last.
-
-    Raises:
-        CacheMismatchError: The segment is not such a table.
     """
 
-    def __init__(self, segment: Segment, mapping: mmap.mmap | None = None) -> None:
-        try:
-            fields = read_description(segment)
-            if fields.get("kind") != _KIND:
-                raise CacheMismatchError("not a table of decoded files")
-        except CacheMismatchError:
-            segment.close()
-            raise
-        self.name: str = fields["name"]
-        self.pid: int = fields["pid"]
-        self.max_bytes: int = fields["max_bytes"]
-        self.created_s: float = fields["created_s"]
-        self.inode = os.fstat(segment.fd).st_ino
-        self.arena = Arena(segment, *_plan(self.max_bytes), mapping)
-        self._entries = self.arena.entries
-        self._num_records = self.arena.memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._entries = arena.entries
+        self._num_records = arena.memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
         self._levels: tuple[int, ...] = ()  # those in use, the newest first
         self._next_level_at = 1  # records
         self._is_hit, self._touch_at_s = False, 0.0
@@ -142,33 +105,22 @@ class Table:
         Raises:
             SharedMemoryError: The memory, or a lock, is not available.
         """
-        while True:
-            fields = {"kind": _KIND, "name": name, "pid": os.getpid(), "max_bytes": max_bytes}
-            try:
-                nbytes = _plan(max_bytes)[1] + round_up(max_bytes, PAGE_BYTES)
-                segment, mapping = create_segment(nbytes, {**fields, "created_s": time.time()}, sparing=True)
-                break
-            except SharedMemoryError:
-                max_bytes //= 2
-                if max_bytes < MIN_TABLE_BYTES:
-                    raise
-        try:
-            with flocked(segment.reopen):
-                pass
-            table = cls(segment, mapping)
-            table.arena.leave_free(reserved_bytes)
-            table.arena.publish(_KEPT_MS, int(time.monotonic() * 1000))
-        except (OSError, MemoryError) as error:
-            segment.close()
-            raise SharedMemoryError(f"a new shared segment cannot be locked or written: {error}") from error
-        return table
+        arena = Arena.create(
+            name,
+            max_bytes,
+            _plan,
+            min_bytes=min(max_bytes, MIN_TABLE_BYTES),
+            reserved_bytes=reserved_bytes,
+            sparing=True,
+        )
+        arena.check_lock()
+        arena.publish(_KEPT_MS, int(time.monotonic() * 1000))
+        return cls(arena)
 
     @property
     def num_records(self) -> int:
         """How many records are stored now."""
-        self._find_levels()
-        used = (self.arena.table[level : 2 * level] for level in self._levels)
-        return sum(int(np.count_nonzero((entries & _OFFSET_MASK) > _TAKEN)) for entries in used)
+        return self.arena.cursor.num_records
 
     def _find_levels(self) -> None:
         """Look which levels are in use; reading the others would give them memory."""
@@ -208,7 +160,7 @@ class Table:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` fits, and will stay."""
-        is_open = not self.arena.is_full and not self.is_retired
+        is_open = not self.arena.is_full and not self.arena.is_retired
         return is_open and self.arena.allows(_after(self.arena.cursor, claimed_bytes(nbytes)))
 
     @property
@@ -235,34 +187,28 @@ class Table:
 
     def put(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
         """Store a record of ``nbytes``; False if it does not fit, or another process holds the lock."""
-        arena, (home, tag), space_bytes = self.arena, home_and_tag(key), claimed_bytes(nbytes)
-        try:
-            self.lacks_memory = not arena.can_grow(space_bytes, _log_stopped)
+        (home, tag), space_bytes = home_and_tag(key), claimed_bytes(nbytes)
+
+        def slot(num_records: int) -> int | None:
+            if self._search(key, home, tag) is not None:
+                return None
+            level = _level_after(num_records)
+            places = (level + (place & (level - 1)) for place in range(home, home + _MAX_PROBES))
+            return next((place for place in places if not self._entries[place]), -1)
+
+        def entry_of(at: int) -> int:
+            return tag << _TAG_SHIFT | at // ALIGNMENT_BYTES
+
+        with self.arena.growing():
+            self.lacks_memory = not self.arena.can_grow(space_bytes, _log_stopped)
             if self.lacks_memory:
                 self.ask_for_more(nbytes)
                 return False
-            with arena.locked() as cursor:
-                if cursor is None or self._search(key, home, tag) is not None:
-                    return cursor is not None
-                index = self._free_entry(_level_after(cursor.num_records), home)
-                after = _after(cursor, space_bytes)
-                if index is None or not arena.allows(after):
-                    arena.move(cursor._replace(is_short=1))
-                    return False
-                arena.publish(index, tag << _TAG_SHIFT | _TAKEN)
-                arena.move(after)
-            at = arena.append(cursor, key, parts, nbytes)
-            arena.publish(index, tag << _TAG_SHIFT | at // ALIGNMENT_BYTES)
-            self._is_hit = True
-        except (OSError, MemoryError) as error:  # a store that cannot grow is slower, but not an error
-            arena.is_full = True
-            log.warning("cache: a segment of decoded files stops growing: %s", str(error))
-            return False
-        return True
-
-    def _free_entry(self, level: int, home: int) -> int | None:
-        places = (level + (place & (level - 1)) for place in range(home, home + _MAX_PROBES))
-        return next((place for place in places if not self._entries[place]), None)
+            used_bytes = space_bytes + _ENTRY_COST_BYTES
+            is_stored = self.arena.store(key, parts, used_bytes, slot, entry_of, entry_of(0) | _TAKEN)
+            self._is_hit |= is_stored
+            return is_stored
+        return False
 
     # --- the life of a table -----------------------------------------------------------------------------
 
@@ -286,26 +232,20 @@ class Table:
         """When the table was hit or kept last."""
         return max(self.hit_s, float(self._entries[_KEPT_MS]) / 1000)
 
-    @property
-    def is_retired(self) -> bool:
-        """Whether every process should let go of it."""
-        return bool(self._entries[_RETIRED])
-
-    def retire(self) -> None:
-        """Let every process let go of it; the memory goes with the last one."""
-        self._set_word(_RETIRED, 1)
-
     def _set_word(self, index: int, value: int) -> None:
         """Change a word that is only a hint; `create` has given them memory."""
         with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
             self.arena.words[TABLE_AT // ENTRY_BYTES + index] = value
 
 
-def _plan(max_bytes: int) -> tuple[int, int, Cursor]:
-    """The number of entries, where the records begin, and how much of them there can be."""
+def _plan(max_bytes: int) -> dict[str, Any]:
     last = _level_after(max_bytes // _MEAN_RECORD_BYTES)
-    space_at = round_up(TABLE_AT + 2 * last * ENTRY_BYTES, PAGE_BYTES)
-    return 2 * last, space_at, Cursor(max_bytes, last // 2, max_bytes - _taken_bytes())
+    return {
+        "kind": KIND,
+        "num_entries": 2 * last,
+        "records_at": round_up(TABLE_AT + 2 * last * ENTRY_BYTES, PAGE_BYTES),
+        "limits": (max_bytes, last // 2, max_bytes - _taken_bytes()),
+    }
 
 
 def _after(cursor: Cursor, space_bytes: int) -> Cursor:
