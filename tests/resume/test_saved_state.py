@@ -312,13 +312,6 @@ def test_a_changed_state_is_refused(num_batches: int, change: Any) -> None:
         assert (loader.state_dict(), *order_states(loader)) == before
 
 
-@pytest.mark.parametrize("what", [None, {}, 3])
-def test_what_is_no_state_is_refused(what: Any) -> None:
-    """Whatever it is, with a sentence."""
-    with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
-        make("shuffle").load_state_dict(what)
-
-
 def test_a_state_without_a_generator_that_the_loader_has_is_refused() -> None:
     """The loader would go on from wherever this generator happens to be."""
     state = state_after(make("shuffle"), 99)
