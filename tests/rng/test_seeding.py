@@ -253,6 +253,7 @@ def _init_of_monai(worker_id: int) -> None:
     """Stands for the worker_init_fn of MONAI, which seeds the transforms of the dataset."""
 
 
+_init_of_monai.__module__ = "monai.data.utils"
 SEEDED: dict[str, Any] = {
     "a transform": lambda: Randomizable().set_random_state(1),
     "a composition": lambda: Composed(Randomizable()).set_random_state(1),
