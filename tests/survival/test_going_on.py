@@ -266,3 +266,16 @@ def test_each_next_after_close_is_one_error(pretend_accelerator: Any, kind: str)
             next(iterator)
     assert_numbered(held, 0, 4)
     assert_rest(loader, 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
+    """The loader starts anew afterwards, also with persistent workers that were ahead."""
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
+        for _ in loader:
+            break
+        with pytest.raises(ZeroDivisionError):
+            [1 // 0 for _ in loader]
+
+        assert_rest(loader, 0)
