@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import pickle
 import warnings
@@ -123,23 +122,6 @@ def test_lightning_keeps_all_arguments(monkeypatch: Any, classes: Any, num_worke
     assert {name: getattr(again, name) for name in OTHERS} == OTHERS
     assert (again.memory_format, again.num_workers) == (torch.channels_last, loader.num_workers)
     assert list(again.sampler) == [1, 2]
-
-
-@pytest.mark.thorough  # it imports Lightning
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
-def test_lightning_itself_keeps_all_arguments(interpreter: Interpreter) -> None:
-    """Of a class that is first imported in its hook, when it adds a sampler for the ranks."""
-    done = interpreter.run(
-        "import fastload, sys\n"
-        "from torch.utils.data import DataLoader, DistributedSampler\n"
-        "from lightning.fabric.utilities import data\n"
-        "assert 'fastload.loader' not in sys.modules\n"
-        "with data._replace_dunder_methods(DataLoader, 'dataset'):\n"
-        "    loader = fastload.DataLoader(range(8), 2, seeding='sample', device='cpu')\n"
-        "again = data._update_dataloader(loader, DistributedSampler(range(8), 2, 0))\n"
-        "print(type(again.sampler).__name__, again.batch_size, again.seeding, again.device)\n"
-    )
-    assert (done.returncode, done.stdout) == (0, "DistributedSampler 2 sample cpu\n"), done.stderr
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

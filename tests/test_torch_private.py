@@ -8,7 +8,6 @@ import pkgutil
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -135,41 +134,6 @@ def test_torchs_iterator_has_the_attributes_that_fastloads_share(name: str) -> N
     assert isinstance(getattr(iterator, name), OF_ITERATORS[name])
 
 
-def test_an_iterator_counts_its_batches_and_draws_its_base_seed_first() -> None:
-    """`_num_yielded` grows with each batch; `_base_seed` is the first draw from the loader's generator."""
-    loader = DataLoader([1, 2, 3], generator=torch.Generator().manual_seed(5))
-    iterator: Any = iter(loader)
-    expected = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5))
-    next(iterator)
-    assert (iterator._num_yielded, iterator._base_seed) == (1, expected.item())
-
-
-def test_persistent_workers_are_kept_in_the_loader() -> None:
-    """`_iterator` is the iterator of the next epoch, `_workers` are its processes."""
-    loader: Any = DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
-    assert loader._iterator is None
-    iterator = iter(loader)
-    assert isinstance(iterator, torch_private.MultiProcessingDataLoaderIter)
-    assert iterator is iter(loader) is loader._iterator
-    assert [worker.is_alive() for worker in iterator._workers] == [True]
-    iterator._shutdown_workers()
-
-
-@pytest.mark.parametrize(
-    ("loader", "facts"),
-    [
-        (DataLoader([1, 2, 3], 2), (False, True)),
-        (DataLoader([1, 2, 3], batch_size=None), (False, False)),
-        (DataLoader(Stream(), 2), (True, True)),
-    ],
-)
-def test_a_loader_says_what_its_sampler_returns(loader: DataLoader[Any], facts: tuple[bool, bool]) -> None:
-    """Whether the dataset is a stream, whether indices come in lists, and which sampler gives them."""
-    assert (torch_private.is_iterable(loader), torch_private.has_auto_collation(loader)) == facts
-    sampler = loader.batch_sampler if facts[1] else loader.sampler
-    assert torch_private.index_sampler(loader) is sampler
-
-
 def test_torchs_next_is_needed_under_a_profiler_or_for_a_stream_with_a_length() -> None:
     """Each of the two is a state of torch's that its `__next__` reads."""
     iterator: Any = iter(DataLoader([1, 2, 3]))
@@ -185,30 +149,6 @@ def test_fetchers_of_torch_have_a_method_fetch() -> None:
     for fetcher in torch_private.DATASET_FETCHERS:
         assert list(inspect.signature(fetcher.fetch).parameters) == ["self", "possibly_batched_index"]
         assert fetcher(Stream(), False, None, False).dataset is not None
-
-
-def test_the_rules_of_collation_have_tensors_and_arrays() -> None:
-    """Fastload replaces these two rules."""
-    rules = torch_private.torch_collate.default_collate_fn_map
-    assert rules[torch.Tensor] is torch_private.torch_collate.collate_tensor_fn
-    assert np.ndarray in rules
-
-
-class NumpySeed:
-    """A dataset whose sample is the first word of the state of numpy.random in its worker."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        return int(np.random.get_state()[1][0])  # type: ignore[index]
-
-
-def test_workers_of_torch_seed_numpy_with_generate_state() -> None:
-    """The worker's numpy.random has the state that its seed and its number give."""
-    iterator: Any = iter(DataLoader(NumpySeed(), num_workers=1))  # type: ignore[arg-type]
-    expected = np.random.RandomState(torch_private.generate_state(iterator._base_seed, 0))
-    assert next(iterator).item() == expected.get_state()[1][0]  # type: ignore[index]
 
 
 def test_worker_info_is_what_torchs_public_function_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,22 +173,6 @@ def test_a_thread_gets_its_name() -> None:
     thread.start()
     thread.join()
     assert names == ["pt_data_worker"]
-
-
-def test_an_error_of_a_worker_keeps_its_class() -> None:
-    """`ExceptionWrapper` raises the same class, with the text of the traceback and of the place."""
-    try:
-        raise KeyError("missing")
-    except KeyError:
-        wrapper = torch_private.ExceptionWrapper(where="in DataLoader worker process 0")
-    with pytest.raises(KeyError, match="in DataLoader worker process 0"):
-        wrapper.reraise()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_device_that_was_not_used_has_no_context() -> None:
-    """Asking makes none."""
-    assert torch_private.has_cuda_context(0) in (False, torch.cuda.is_initialized())
 
 
 @pytest.mark.parametrize("is_module", [False, True])

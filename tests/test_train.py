@@ -117,16 +117,6 @@ def test_defaults_follow_the_device() -> None:
             assert getattr(options, technique.name) is wanted
 
 
-def test_help_names_each_technique(capsys: pytest.CaptureFixture[str]) -> None:
-    """--help has both lines of every technique, and no two techniques share one."""
-    with pytest.raises(SystemExit, match="0"):
-        train.parse(["--help"])
-    shown = capsys.readouterr().out
-    docs = [line for technique in TECHNIQUES for line in technique.doc.splitlines()]
-    assert [line for line in docs if f"{line}\n" not in shown] == []
-    assert len(docs) == len({line.strip() for line in docs} - {""}) == 2 * len(TECHNIQUES)
-
-
 # --- the run ------------------------------------------------------------------------------------------------
 
 
@@ -156,37 +146,6 @@ def test_a_technique_changes_the_way_not_the_result(name: str, run: Any, monkeyp
         assert [off[name] for name in FIGURES] == [on[name] for name in FIGURES]
 
 
-def test_gradients_of_parts_add_up(photos: Path) -> None:
-    """Four parts give the batch's gradients, whether their history is kept or not."""
-    gradients = []
-    for flags in ((), ("--micro-batches", "4"), ("--micro-batches", "4", "--no-accumulate-parts")):
-        trainer, _ = _trainer(photos, *flags)
-        trainer.model.eval()  # batch norm would normalise each part by its own statistics
-        trainer.add_gradients(_batch(), 1.0)
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
-        torch.testing.assert_close(gradients[-1], gradients[0], rtol=1e-4, atol=1e-6)
-    assert gradients[0].abs().max() > 0
-
-
-def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
-    """A model that fits eight pictures only trains on sixteen, and each counts once in the metrics."""
-    trainer, _ = _trainer(photos)
-    sizes = []
-
-    def refuse(_module: Any, arguments: tuple[torch.Tensor]) -> None:
-        sizes.append(len(arguments[0]))
-        if sizes[-1] > 8:
-            raise torch.OutOfMemoryError("injected")
-
-    trainer.network.register_forward_pre_hook(refuse)
-    before = trainer.network.head[2].weight.detach().clone()
-    metrics = train_step.Metrics()
-    trainer.step(_batch(), metrics)
-    assert sizes == [16, 8, 8]
-    assert metrics.num_images == 16
-    assert not torch.equal(before, trainer.network.head[2].weight)
-
-
 def test_metrics_stay_on_the_device_until_they_are_read(photos: Path, monkeypatch: Any) -> None:
     """A step calls .item() twice with --no-metrics-on-device, and never without."""
     calls: list[int] = []
@@ -212,17 +171,6 @@ def test_debug_finds_the_line_and_starts_no_worker(photos: Path, monkeypatch: An
     warns = pytest.warns(UserWarning, match="SqrtBackward0")
     with warns, pytest.raises(RuntimeError, match="returned nan values"):
         trainer.step(_batch(), train_step.Metrics())
-
-
-def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
-    """Batches of one shape give no hint, those of a second one do."""
-    trainer, options = _trainer(photos)
-    options.cudnn_benchmark = True  # on a CPU nothing but the hint reads it
-    images, labels = _batch()
-    trainer.step((images, labels), train_step.Metrics())
-    assert trainer.hints() == []
-    trainer.step((images[:, :24], labels), train_step.Metrics())
-    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark might be faster"]
 
 
 def test_pictures_or_a_device_that_are_not_there_end_with_one_line(tmp_path: Path, monkeypatch: Any) -> None:

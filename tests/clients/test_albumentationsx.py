@@ -96,17 +96,15 @@ OTHER_CLAIMS = {
     'with seeding="worker" it seeds itself, and fastload sets none of its generators': """
         test_claims.py::test_pipelines_draw_the_same_without_workers_as_with_one
         test_entry_points.py::test_a_composition_with_a_call_of_its_own
+        test_entry_points.py::test_a_pipeline_draws_the_same_beside_an_empty_and_a_full_cache
         test_entry_points.py::test_a_transform_in_two_pipelines_draws_from_the_one_that_calls_it
         test_entry_points.py::test_another_thread_is_outside
         test_entry_points.py::test_no_worker_draws_what_one_worker_draws
-        test_entry_points.py::test_nothing_has_to_be_restored
         test_entry_points.py::test_streams_are_named_by_the_order_of_first_calls
         test_seeding.py::test_a_stream_follows_from_the_worker_s_seed_and_the_user_s
         test_seeding.py::test_no_worker_draws_what_one_worker_draws
-        test_seeding.py::test_streams_are_those_of_earlier_releases
         test_seeding.py::test_the_loader_s_seed_decides
         test_seeding.py::test_the_user_s_pipelines_have_their_own_generators_between_batches[another dataset]
-        test_seeding.py::test_the_user_s_pipelines_have_their_own_generators_between_batches[datapipe]
         test_seeding.py::test_the_user_s_pipelines_have_their_own_generators_between_batches[error]
         test_seeding.py::test_the_user_s_pipelines_have_their_own_generators_between_batches[inner loader by sample]
         test_seeding.py::test_two_iterators_at_once
@@ -120,7 +118,6 @@ OTHER_CLAIMS = {
         test_seeding.py::test_pipelines_of_the_dataset_and_the_collate_fn_differ
     """,
     "a worker thread is no worker to it, so fastload seeds it there alone": """
-        test_seeding.py::test_threads_draw_what_processes_draw
         test_seeding.py::test_threads_share_a_pipeline_that_is_not_in_an_attribute
     """,
     'with seeding="worker" it adds the seed of a worker process to the seed of the user': """
@@ -129,7 +126,6 @@ OTHER_CLAIMS = {
     """,
     "they state what albumentations 2.0.8 does in torch's loader, or where it keeps its generators": """
         test_entry_points.py::test_a_pipeline_can_be_copied_while_it_is_called
-        test_entry_points.py::test_a_source_that_chooses_nothing_changes_nothing
         test_seeding.py::test_all_parts_of_a_pipeline_share_one_pair
         test_seeding.py::test_seed_worker_gives_each_worker_its_own_crops
     """,

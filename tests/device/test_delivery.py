@@ -130,51 +130,6 @@ def test_a_transform_needs_a_device_and_must_be_callable() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS[:3], ids=str)
-def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any]) -> None:
-    """Before and after each batch, and at the end, it is that of a loader without a device."""
-
-    def states(**options: Any) -> list[Any]:
-        generator = torch.Generator().manual_seed(5)
-        with DataLoader(IMAGES, 4, shuffle=True, generator=generator, **way, **options) as loader:
-            iterator = iter(loader)
-            return [loader.state_dict(), *(loader.state_dict() for _ in iterator), loader.state_dict()]
-
-    found = states(device="cuda")
-    assert found == states()
-    assert [state["_iterator_finished"] for state in found] == [False] * 7 + [True]
-
-
-@pytest.mark.parametrize("way", WAYS[:3], ids=str)
-def test_errors_come_at_their_batch_and_count_with_the_next(fake: FakeBackend, way: dict[str, Any]) -> None:
-    """Batches before the error come first, who goes on gets those behind it, and then the state follows."""
-    is_local = not way or "worker_type" in way
-    odd = datasets.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
-    with DataLoader(datasets.Made(datasets.raises), 4, device="cuda", **way) as loader:
-        iterator, came = iter(loader), []
-        errors = [None, ValueError, KeyError, odd, None, None]
-        for number, error in zip([1, 1, 1, 1, 5, 6], errors, strict=True):
-            with contextlib.nullcontext() if error is None else pytest.raises(error):
-                came.append(next(iterator))
-            assert loader.state_dict()["_num_yielded"] == number
-        fake.drain()
-        assert [batch.flatten().tolist() for batch in came] == [[0, 1, 2, 3], [16, 17, 18, 19], [20, 21, 22]]
-        del iterator
-
-
-def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> None:
-    """`_iterator` means what it means in torch."""
-    fleeting = DataLoader(IMAGES, 4, num_workers=1, device="cuda")
-    iter(fleeting)
-    with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True, device="cuda") as lasting:
-        first = iter(lasting)
-        assert fleeting._iterator is None
-        assert iter(lasting) is lasting._iterator is first
-        assert len(first) == 6
-    assert lasting._iterator is None
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("device", "way"), [*(("cuda", way) for way in WAYS[:3]), ("cpu", WAYS[1])])
 def test_a_closed_loader_ends_its_iterator_at_once(fake: FakeBackend, device: str, way: Any) -> None:
     """What was copied ahead is dropped, batches that are held stay valid, and the loader can go again."""
@@ -222,23 +177,6 @@ def test_a_transform_runs_in_no_mode_of_the_caller(fake: FakeBackend, device: st
     later = list(iterator)
     assert seen == [(False, False, torch.float32)] * 6
     assert not any(batch.is_inference() for batch in [first, *later])
-
-
-@ahead_or_when_asked
-def test_an_error_of_a_transform_comes_at_its_batch(fake: FakeBackend, device: str) -> None:
-    """The batches around it come whole; the note names the device."""
-
-    def transform(batch: Any) -> Any:
-        if int(batch[1][0]) == 8:
-            raise ZeroDivisionError("eight")
-        return batch
-
-    iterator = iter(DataLoader(IMAGES, 4, device=device, device_transform=transform))
-    before = [next(iterator), next(iterator)]
-    with pytest.raises(ZeroDivisionError, match="eight") as caught:
-        next(iterator)
-    assert caught.value.__notes__ == ["raised by device_transform, which gets whole batches on cpu"]
-    assert numbers(before + list(iterator)) == [0, 4, 12, 16, 20]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)  # a minute on a quiet machine
 def test_every_check_runs_through_without_a_device(tmp_path: Path) -> None:
     """On stand-ins, in small: no line of a check fails for any other reason than a missing package."""

@@ -45,22 +45,6 @@ def numbered(number: int) -> torch.Tensor:
     return torch.arange(64 * 257, dtype=torch.int32).reshape(64, 257) + number * 1_000_003
 
 
-@pytest.mark.parametrize(("length", "depth"), [(0, 1), (2, 5), (20, 2)])
-def test_each_epoch_has_all_batches_in_order_on_one_stream(place: Place, length: int, depth: int) -> None:
-    """Once each, with their values; the memory that is taken from the device stops growing."""
-    prefetcher = place.prefetch(Loader(length, numbered), depth)
-    streams, memory = [], []
-    for epoch in range(8):
-        found = [place.content(got) for got in prefetcher] if epoch == 7 else [None for _ in prefetcher]
-        streams.append(prefetcher._stream)
-        memory.append(place.memory())
-    assert len(found) == length
-    assert all(torch.equal(got, numbered(number)) for number, got in enumerate(found))
-    assert all(stream is streams[0] for stream in streams)
-    assert place.fake is not None or streams[0] != torch.cuda.current_stream()
-    assert len(set(memory[2:])) == 1
-
-
 def test_nests_arrive_whole(place: Place) -> None:
     """Tensors are copied once each, with their strides; the rest, and the loader's batch, is as it was."""
     image, gaps = torch.rand(2, 3, 5, 7).to(memory_format=torch.channels_last), torch.arange(12).reshape(3, 4)
@@ -121,16 +105,6 @@ def test_a_host_that_runs_ahead_fills_neither_memory(fake: FakeBackend, depth: i
     assert fake.num_waiting_copies == 0
 
 
-def test_the_stream_that_is_current_at_hand_over_is_the_consumers(fake: FakeBackend) -> None:
-    """A caller who changes streams between batches gets each one ordered with the stream current then."""
-    iterator = iter(on(fake, Loader(2)))
-    for number, name in enumerate(("one", "two")):
-        fake.use_stream(name)
-        fake.read(next(iterator), batch(number))
-    waits = [line for line in fake.log if "waits for side" in line]
-    assert waits == ["one waits for side 1", "two waits for side 1"]
-
-
 class Owner(dict[str, Any]):
     """Owns memory."""
 
@@ -170,26 +144,6 @@ def test_an_abandoned_iteration_leaves_nothing_pending(fake: FakeBackend) -> Non
 
 
 # --- errors -----------------------------------------------------------------------------------------------
-
-
-def test_an_error_comes_out_after_the_batches_before_it(fake: FakeBackend) -> None:
-    """The loader's own exception is raised in its turn; nothing is pulled past it before; it can go on."""
-    error, numbers = KeyError("three"), iter(range(7))
-
-    def make(number: int) -> torch.Tensor:
-        if number == 3:
-            raise error
-        return batch(number)
-
-    iterator = iter(on(fake, map(make, numbers), depth=4))
-    before = [next(iterator) for _ in range(3)]
-    assert next(numbers) == 4  # whether it is asked again is the caller's decision
-    with pytest.raises(KeyError) as info:
-        next(iterator)
-    after = list(iterator)
-    fake.drain()
-    assert info.value is error
-    assert [int(b[0, 0]) for b in before + after] == [0, 1, 2, 5, 6]
 
 
 class Late:
@@ -246,27 +200,6 @@ def test_a_batch_that_found_no_memory_ahead_is_copied_in_its_turn() -> None:
     kept += list(iterator)
     fake.drain()
     assert [int(b[1][0, 0]) for b in kept] == [10, 11, 12, 13, 14]
-    fake.check()
-
-
-@pytest.mark.parametrize("transform", [None, list])
-def test_a_batch_that_finds_no_memory_is_not_lost(transform: Any) -> None:
-    """The error is raised in its turn, and each later call tries the same batch again."""
-    fake, taken = Full(3, 4, 5), []
-    source = iter(Loader(4, pair))
-    then = None if transform is None else lambda: transform
-    copies = StreamPrefetcher(source, fake, fake.make_stream(), 2, then, lambda: taken.append(1))
-    kept = [next(copies)]
-    for _ in range(2):
-        with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
-            next(copies)
-        assert "tries the same batch again" in caught.value.__notes__[0]
-        assert len(taken) == 1
-    kept += list(copies)
-    fake.drain()
-    assert [int(b[1][0, 0]) for b in kept] == [10, 11, 12, 13]
-    assert len(taken) == 4
-    del kept, copies
     fake.check()
 
 
@@ -383,34 +316,6 @@ def test_joined_leaves_are_independent_for_autograd() -> None:
     total.backward()
     got[3].mul_(weight)
     assert got[3].requires_grad
-
-
-class AddsHundred:
-    """An iterator around another, which has all attributes of that one."""
-
-    def __init__(self, iterator: Any) -> None:
-        self.iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self.iterator) + 100
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.iterator, name)
-
-
-def test_a_wrapped_iterator_is_asked_by_its_own_next(fake: FakeBackend) -> None:
-    """A prefetcher over any iterable calls nothing but __next__."""
-
-    class Wraps:
-        def __iter__(self) -> Iterator[Any]:
-            return AddsHundred(iter(DataLoader(torch.arange(8.0), 2)))  # type: ignore[arg-type]
-
-    found = list(on(fake, Wraps()))
-    fake.drain()
-    assert [batch.tolist() for batch in found] == [[100, 101], [102, 103], [104, 105], [106, 107]]
 
 
 class Rows(collections.abc.Sequence[torch.Tensor]):
@@ -633,15 +538,3 @@ def test_a_loader_with_crops_and_flips_never_synchronises(place: Place) -> None:
         flipped = RandomHorizontalFlip(1.0)(by_hand)
     assert num_batches == 20
     assert torch.equal(flipped.cpu(), by_hand.cpu().flip(2))
-
-
-@on_cuda
-def test_crops_and_flips_are_those_of_the_cpu(place: Place) -> None:
-    """The same draws on both devices, and values within one grey level, while the loop keeps the GPU busy."""
-    step = 1 / 255 / 0.25
-    with augmented(num_workers=2, device="cuda") as there, augmented(device="cpu") as here:
-        there.set_epoch(3), here.set_epoch(3)
-        for (images, labels), (expected, expected_labels) in zip(there, here, strict=True):
-            torch.cuda._sleep(SHORT_CYCLES)
-            assert torch.equal(labels.cpu(), expected_labels)
-            assert (images.cpu() - expected).abs().max() < 1.01 * step

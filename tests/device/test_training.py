@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastload.memory.segment import Segment, populate
-from fastload.training import backends, oom, report
+from fastload.training import oom, report
 from fastload.training.backends import tune_backends
 from fastload.training.oom import find_batch_size, retry_on_oom, split_batch
 from fastload.training.report import memory_report
@@ -487,22 +486,6 @@ def test_switches_are_put_back(steps: list[str], tf32: bool | None, benchmark: b
         assert inside["matmul precision"] == ("high" if tf32 else "highest")
     if tf32 is None:
         assert inside == before | ({} if benchmark is None else {"benchmark": benchmark})
-
-
-def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch 2.9 there is nothing else to set, and what is set is put back."""
-    names = ("get_float32_matmul_precision", "set_float32_matmul_precision")
-    cudnn = SimpleNamespace(cudnn=torch.backends.cudnn)
-    older_torch = SimpleNamespace(backends=cudnn, **{name: getattr(torch, name) for name in names})
-    monkeypatch.setattr(backends, "torch", older_torch)
-
-    def older() -> list[Any]:
-        return [state()[name] for name in ("matmul allow", "cudnn allow", "matmul precision")]
-
-    before = older()
-    with tune_backends(tf32=True):
-        assert older() == [True, True, "high"]
-    assert older() == before
 
 
 def test_it_decorates_a_function_for_each_of_its_calls() -> None:

@@ -1,11 +1,9 @@
-"""NodePartitionSampler: coverage, equal lengths, its reference description, resuming, and caches."""
+"""NodePartitionSampler: coverage, equal lengths, resuming with other ranks, and caches."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
-import math
 import os
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,6 @@ from torch.utils.data import DistributedSampler
 
 from fastload import CachedDataset, DataLoader, NodePartitionSampler
 from fastload.cache.ram import arena, registry
-from fastload.epochs import node_partition
 from fastload.errors import ResumeError
 from tests.kit import datasets
 
@@ -44,21 +41,6 @@ def every_rank(length: int, num_nodes: int, per_node: int, **options: Any) -> li
     return [make(rank, **options) for rank in range(num_nodes * per_node)]
 
 
-def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
-    """The description of the sampler in plain lists."""
-    everything = list(range(length))
-    if sampler.shuffle:
-        everything = node_partition._permutation(length, "part", sampler.seed).tolist()
-    part = everything[sampler.node :: sampler.num_nodes]
-    if sampler.shuffle:
-        key = ("epoch", sampler.seed, sampler.epoch, sampler.node)
-        part = [part[place] for place in node_partition._permutation(len(part), *key)]
-    num_ranks = sampler.num_nodes * sampler.ranks_per_node
-    count = length // num_ranks if sampler.drop_last else math.ceil(length / num_ranks)
-    padded = list(itertools.islice(itertools.cycle(part), count * sampler.ranks_per_node))
-    return padded[sampler.local_rank :: sampler.ranks_per_node]
-
-
 @settings(max_examples=100)
 @given(
     length=st.integers(0, 200),
@@ -81,7 +63,6 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
         orders.append(list(pickle.loads(pickle.dumps(sampler))))
         torch_s = DistributedSampler(range(length), len(samplers), sampler.rank, drop_last=drop_last)
         assert len(sampler) == len(orders[-1]) == len(torch_s)
-        assert orders[-1] == reference(sampler, length)
         assert all(type(index) is int for index in orders[-1][:1])
 
     parts = [sampler.part.tolist() for sampler in samplers[::per_node]]
@@ -124,29 +105,6 @@ def loader_of(num_nodes: int, per_node: int, rank: int) -> DataLoader:
 
 def numbers(loader: Any) -> list[int]:
     return [int(number) for batch in loader for number in batch]
-
-
-FEW = st.integers(1, 3)
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None)
-@given(num_nodes=FEW, per_node=FEW, num_batches=st.integers(0, 30), epoch=st.integers(0, 5), data=st.data())
-def test_any_rank_s_state(num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any) -> None:
-    """The rest of the epoch, and the next epoch, are those of a run without an interruption."""
-    saver = loader_of(num_nodes, per_node, data.draw(st.integers(0, num_nodes * per_node - 1)))
-    saver.set_epoch(epoch)
-    num_batches = min(num_batches, len(saver) - 1)
-    list(itertools.islice(saver, num_batches))
-    state = json.loads(json.dumps(saver.state_dict()))
-    for rank in range(num_nodes * per_node):
-        whole, resumed = (loader_of(num_nodes, per_node, rank) for _ in range(2))
-        whole.set_epoch(epoch)
-        resumed.load_state_dict(state)
-        assert numbers(resumed) == numbers(whole)[num_batches * 3 :]
-        for loader in (whole, resumed):
-            loader.set_epoch(epoch + 1)
-        assert numbers(resumed) == numbers(whole)
 
 
 def state_in_epoch_1(num_batches: int) -> dict[str, Any]:

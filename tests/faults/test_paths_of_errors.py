@@ -60,8 +60,13 @@ def image_folder(root: Path) -> Any:
     return datasets.ImageFolder(str(root), np.asarray)
 
 
-@pytest.mark.parametrize("cache", [None, "ram"])
-@pytest.mark.parametrize(("make", "mode"), [*((Folder, mode) for mode in MODES), (image_folder, "processes")])
+@pytest.mark.parametrize(
+    ("make", "mode", "cache"),
+    [
+        *((Folder, mode, "ram" if mode in ("no workers", "threads") else None) for mode in MODES),
+        (image_folder, "processes", "ram"),
+    ],
+)
 def test_a_folder_of_images(photos: Path, make: Any, mode: str, cache: str | None) -> None:
     """The note of the error and the failed sample have the path, with and without a cache."""
     folder, path = make(photos), str(photos / "a" / f"{CUT}.jpg")

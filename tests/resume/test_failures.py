@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import pickle
@@ -209,28 +208,6 @@ def test_the_state_of_a_stream_is_not_ahead(num_workers: int, num_batches: int, 
     fake.drain()
 
     assert labels(rest) == uninterrupted("Stream", 1)[0][num_batches:]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_is_forgotten_when_the_stream_can_say_it_again(num_workers: int) -> None:
-    """A stream that cannot say it after one batch can be resumed after the next one of the same worker."""
-    with DataLoader(Stream(), 3, num_workers=num_workers) as plain:
-        whole = labels(plain)
-    at_times: Any = Stream()
-    answers = itertools.cycle((_fail, at_times.state_dict))
-    at_times.state_dict = lambda: next(answers)()
-    with DataLoader(at_times, 3, num_workers=num_workers) as loader:
-        iterator = iter(loader)
-        states = []
-        for number in range(6):
-            next(iterator)
-            with contextlib.suppress(ArithmeticError):
-                states.append((number, loader.state_dict()))
-    assert 0 < len(states) < 6
-    for number, state in (states[0], states[-1]):
-        with DataLoader(Stream(), 3, num_workers=num_workers) as loader:
-            loader.load_state_dict(state)
-            assert labels(loader) == whole[number + 1 :]
 
 
 class FailsTwice(Stream):

@@ -11,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import RandomSampler
 
-from fastload import DataLoader
+from fastload import DataLoader, NodePartitionSampler
 from fastload.epochs import position
 from fastload.errors import ResumeError
 from tests.resume.loaders import distributed, labels, seeded, sharded, state_after, through_json
 from tests.resume.zoo import KnowsItsRank, Numbers, Stream
 
-MAKERS: dict[str, Any] = {"distributed": distributed, "sharded batches": sharded}
+
+def partitioned(length: int, batch_size: int, num_ranks: int, rank: int) -> DataLoader:
+    """The samples of one of two nodes, or of as many nodes as ranks."""
+    num_nodes = 2 if num_ranks == 4 else num_ranks
+    sampler = NodePartitionSampler(range(length), num_ranks, rank, num_nodes=num_nodes, seed=5)
+    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+
+
+MAKERS: dict[str, Any] = {"distributed": distributed, "sharded batches": sharded, "partitioned": partitioned}
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

@@ -228,12 +228,6 @@ def test_a_stream_that_is_read_again_is_warned_of(num_workers: int, caplog: pyte
     assert told == [False, False, False, True]
 
 
-def test_a_state_is_exact_after_every_batch() -> None:
-    """No argument is needed for it, as torchdata's loader has one."""
-    loader = make("Stream")
-    assert [loader.state_dict()["_num_yielded"] for _ in loader] == list(range(1, 15))
-
-
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent": True}], ids=str)
 def test_a_rest_without_batches_is_an_epoch_for_all_but_lightning(options: dict[str, Any]) -> None:
     """Lightning's loop has moved on after the last batch; others ask for the rest of the epoch."""

@@ -20,7 +20,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from fastload import DataLoader
 from fastload.epochs import position
-from fastload.epochs.order import Order
 from fastload.errors import ResumeError
 from tests.kit import datasets
 from tests.resume.loaders import (
@@ -34,7 +33,7 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Counting, Fixed, Foreign, Keeps, Mute, Numbers, Stateful
+from tests.resume.zoo import Counting, Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,15 +87,6 @@ def test_a_stream_that_was_read_to_its_end_has_no_position(options: dict[str, An
     list(loader)
 
     assert loader.state_dict()["dataset_states"] == [{"progress": "ended"}]
-
-
-def test_a_stream_s_state_that_never_changes_is_taken_after_iter() -> None:
-    """If the stream refuses it before; that it then equals the stream's own does not make that an error."""
-    state = state_after(DataLoader(Fixed(LENGTH), 4), 2)
-    resumed = DataLoader(Fixed(LENGTH), 4)
-    resumed.load_state_dict(state)
-
-    assert len(list(resumed)) == 13  # all: this state has no position
 
 
 def test_the_caller_may_change_a_state() -> None:
@@ -322,13 +312,6 @@ def test_a_changed_state_is_refused(num_batches: int, change: Any) -> None:
         assert (loader.state_dict(), *order_states(loader)) == before
 
 
-@pytest.mark.parametrize("what", [None, {}, 3])
-def test_what_is_no_state_is_refused(what: Any) -> None:
-    """Whatever it is, with a sentence."""
-    with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
-        make("shuffle").load_state_dict(what)
-
-
 def test_a_state_without_a_generator_that_the_loader_has_is_refused() -> None:
     """The loader would go on from wherever this generator happens to be."""
     state = state_after(make("shuffle"), 99)
@@ -420,35 +403,3 @@ def test_a_dataset_s_own_error_changes_nothing() -> None:
     assert (*order_states(fresh), fresh.state_dict()) == before
     assert fresh.dataset.reads == 7
     fresh.close()
-
-
-class Refuses(Stateful):
-    """A sampler that says and takes nothing."""
-
-    def state_dict(self) -> Any:
-        raise ArithmeticError
-
-    def load_state_dict(self, state: Any) -> None:
-        raise LookupError
-
-
-def test_a_sampler_that_cannot_say_its_state_keeps_no_other_from_being_put_back() -> None:
-    """Two samplers, one inside the other: the inner one is put back, although the outer one cannot be."""
-
-    class Outer(Refuses):
-        def __init__(self, sampler: Any) -> None:
-            super().__init__(LENGTH)
-            self.sampler = sampler
-
-    inner = Stateful(LENGTH)
-    order = Order(DataLoader(Numbers(), batch_sampler=Outer(inner)))
-
-    def change_one() -> None:
-        with order.unchanged_on_error():
-            inner.state["round"] = 5
-            raise LookupError
-
-    with pytest.raises(LookupError):
-        change_one()
-
-    assert inner.state == {"round": 0}

@@ -32,11 +32,11 @@ KINDS: dict[str, Callable[[], Any]] = {
     "wraps Hugging Face": lambda: zoo.Wraps(_hugging_face()),
 }
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-CASES = [
-    *((kind, options) for kind in KINDS for options in ({}, PERSISTENT)),
-    *(
-        (kind, {"num_workers": 2}) for kind in ("Mute", "StaysAt", "Hugging Face")
-    ),  # a new copy for each epoch
+ONE_OF_EACH = ("Mute", "Stream", "StaysAt", "Rounds", "Hugging Face")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {}) for kind in KINDS),
+    *((kind, PERSISTENT) for kind in ONE_OF_EACH),
+    *((kind, {"num_workers": 2}) for kind in ("Mute", "StaysAt")),  # a new copy for each epoch
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import albumentations as A  # the name its own documentation uses
@@ -23,29 +22,12 @@ class Config:
     train = crop()
 
 
-@functools.lru_cache
-def made_once() -> Any:
-    return crop()
-
-
-def of_module(index: int) -> int:
-    return corner(TRAIN)
-
-
-def of_other_module(index: int) -> int:
-    return corner(importlib.import_module(__name__).TRAIN)
-
-
 def of_config(index: int) -> int:
     return corner(Config.train)
 
 
 def of_registry(index: int) -> int:
     return corner(REGISTRY["train"]["crop"])
-
-
-def of_cached_function(index: int) -> int:
-    return corner(made_once())
 
 
 def of_new_pipeline(index: int) -> int:
@@ -58,11 +40,6 @@ def of_two(index: int) -> list[int]:
 
 def of_either(index: int) -> int:
     return corner(TRAIN if index % 3 else Config.train)
-
-
-def of_lambda() -> Any:
-    pipeline = crop()
-    return lambda index: corner(pipeline)
 
 
 def of_sets() -> Any:
@@ -78,15 +55,10 @@ def of_shared() -> Any:
 
 
 PLACES: dict[str, Any] = {
-    "module": lambda: Made(of_module, 12),
-    "other module": lambda: Made(of_other_module, 12),
     "config": lambda: Made(of_config, 12),
-    "registry": lambda: Made(of_registry, 12),
-    "cached function": lambda: (made_once(), Made(of_cached_function, 12))[1],  # made before threads call it
     "new for each sample": lambda: Made(of_new_pipeline, 12),
     "two": lambda: Made(of_two, 12),
     "either": lambda: Made(of_either, 12),
-    "lambda": lambda: Made(of_lambda(), 12),
     "set": lambda: Made(of_sets(), 12),
     "shared": of_shared,
 }

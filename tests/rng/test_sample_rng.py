@@ -35,15 +35,6 @@ def read(dataset: Any, **options: Any) -> list[Any]:
 # --- what sets the numbers -------------------------------------------------------------------------------
 
 
-def test_the_state_before_the_sample_does_not_matter() -> None:
-    """Numbers that earlier draws left behind, of generators and pipelines, are forgotten."""
-    used = Dice()
-    for index in range(3):
-        used[index]
-
-    assert read(used) == read(Dice())
-
-
 def test_a_seed_given_to_compose_is_mixed_in() -> None:
     """A pipeline with a seed of its own crops elsewhere, and stays reproducible."""
     without, mixed, again = (read(Dice(seed=seed)) for seed in (None, 3, 3))
@@ -132,15 +123,6 @@ def test_the_users_generators_are_as_they_were(error: Any) -> None:
         assert stand() == before
     for _ in iterator:
         assert stand() == before
-
-
-def test_the_generators_of_pipelines_are_theirs() -> None:
-    """Those of albumentations and MONAI are seeded by their own rule."""
-    dataset = Dice()
-    before = dataset.stand()
-    read(dataset)
-
-    assert dataset.stand() == before
 
 
 # --- errors and warnings ---------------------------------------------------------------------------------

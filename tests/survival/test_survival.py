@@ -235,6 +235,7 @@ def _in_child(work: Any) -> int:
     return child
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -> None:
     """What the child inherited stays as it was while the parent goes on, and its exit disturbs nothing."""
     iterator: Any = iter(fastload.DataLoader(datasets.Made(numbered, 400), 10, num_workers=2))

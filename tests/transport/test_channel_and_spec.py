@@ -222,14 +222,3 @@ def test_locks_values_shared_tensors_and_segments_reach_all_workers(method: str)
     assert dataset.flags.tolist() == list(range(1, 9))
     assert written == bytes(range(1, 9))
     assert dataset.table[0] == 0
-
-
-def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
-    """The error keeps pickle's type; a note names the attribute and the ways out."""
-    dataset: Any = datasets.Made(datasets.image, 2)
-    dataset.steps = [{"resize": (x for x in "ab")}]
-
-    with pytest.raises(TypeError, match="generator") as caught:
-        iter(fastload.DataLoader(dataset, num_workers=1, multiprocessing_context="spawn"))
-
-    assert any("dataset.steps cannot be sent" in note and "'fork'" in note for note in caught.value.__notes__)

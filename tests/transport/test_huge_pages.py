@@ -64,10 +64,6 @@ def blocks(mapping: Any) -> list[int]:
     return [start // HUGE_PAGE_BYTES for _, start, _ in mapping.calls]
 
 
-def used_bytes(segment: Segment) -> int:
-    return os.fstat(segment.fd).st_blocks * 512
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -157,20 +153,6 @@ def test_batch_buffers_are_advised_before_their_pages_are_allocated(setting: Pat
     advised = [call for call in mapping.calls if call[0] == mmap.MADV_HUGEPAGE]
     assert advised == [(mmap.MADV_HUGEPAGE, 0, nbytes)] * (nbytes >= HUGE_PAGE_BYTES)
     assert mapping.calls[-1][1:] == (0, nbytes)
-
-
-def test_memory_does_not_grow(setting: Path, segment: Segment) -> None:
-    """A sparse segment takes the pages that were written, a full one its size, and both keep their bytes."""
-    mapping = segment.map(writable=False)
-    segment.collapse_into(mapping)
-    for block in range(NUM_BLOCKS):
-        segment.write(b"x" * PAGE_BYTES, block * HUGE_PAGE_BYTES)
-    assert used_bytes(segment) == NUM_BLOCKS * PAGE_BYTES
-    data = random.Random(0).randbytes(NUM_BLOCKS * HUGE_PAGE_BYTES)
-    for start in range(0, len(data), HUGE_PAGE_BYTES // 2):
-        segment.write(data[start : start + HUGE_PAGE_BYTES // 2], start)
-    assert used_bytes(segment) == len(data)
-    assert mapping[: len(data)] == data
 
 
 class Rows:

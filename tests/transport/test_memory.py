@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from fastload import CachedDataset, DataLoader
 from fastload.epochs.loader_state import state_of
 from fastload.errors import SharedMemoryError
-from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
     MAX_BUFFERS,
@@ -28,8 +27,6 @@ from fastload.memory.lease import (
     BufferPool,
     BumpAllocator,
     Memory,
-    allocating_in,
-    current_allocator,
     private_memory,
     shared_memory,
 )
@@ -37,18 +34,6 @@ from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
-    """Blocks of `allocating_in` are nested: each puts back what it found, also after an error."""
-    allocator = BufferPool(1 << 20)
-    with allocating_in(allocator):
-        with contextlib.suppress(ZeroDivisionError), allocating_in(None):
-            within = current_allocator()
-            raise ZeroDivisionError
-        behind = current_allocator()
-
-    assert (within, behind, current_allocator()) == (None, allocator, None)
 
 
 ALIASES: dict[str, Any] = {
@@ -94,24 +79,6 @@ def test_shared_memory_leased_at_a_fork_is_shared_with_the_child() -> None:
     assert not shared.is_leased
 
 
-@pytest.mark.parametrize(("asked_bytes", "given_bytes"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
-def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: int) -> None:
-    """One at least."""
-    memory = private_memory(asked_bytes)
-
-    assert memory.nbytes == given_bytes
-    assert len(memory.lease()) == given_bytes
-    assert memory.address % 4096 == 0
-
-
-def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, and not when it is written to."""
-    monkeypatch.setattr(memory_module, "populate", _no_memory)
-
-    with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
-        private_memory(4096)
-
-
 @given(sizes=st.lists(st.integers(0, 3000), max_size=8), pages=st.integers(1, 2))
 @settings(deadline=None)
 def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], pages: int) -> None:
@@ -142,23 +109,6 @@ def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], p
             offset = -(-(offset + part.nbytes) // 64) * 64
 
 
-def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
-    """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
-    small = private_memory(64)
-    allocator = BumpAllocator(private_memory)
-    allocator.begin(small)
-    allocator.allocate(0)
-    part = allocator.allocate(100_000)
-    part[:] = 7
-    new = allocator.memory
-    is_leased = small.is_leased
-
-    assert new is not None
-    assert new is not small
-    assert new.address <= part.ctypes.data <= new.address + new.nbytes - part.nbytes
-    assert (is_leased, new.is_leased) == (False, True)
-
-
 def batch_of(buffers: BufferPool, nbytes: int) -> Any:
     buffers.begin()
     part = buffers.allocate(nbytes)
@@ -178,20 +128,6 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
     assert len(addresses) == 1
     assert [int(part[0]) for part in held] == list(range(2 * MAX_BUFFERS))
     assert len(buffers._buffers) == MAX_BUFFERS
-
-
-def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> None:
-    """What the caller holds stays valid."""
-    buffers = BufferPool(1 << 30)
-    batch_of(buffers, 1000)
-    held = batch_of(buffers, 200_000)
-    held[:] = 5
-    (kept,) = buffers._buffers
-    buffers.clear()
-
-    assert kept.nbytes > 200_000
-    assert (buffers._buffers, buffers.memory) == ([], None)
-    assert held.sum() == 5 * 200_000
 
 
 @pytest.mark.parametrize("clears", [False, True])

@@ -58,23 +58,6 @@ def test_a_wait_is_for_all_processes_and_its_limit_is_one_for_all(monkeypatch: p
     assert found == [(False, 100.0), (False, 100.75), (False, 102.0), (True, 103.0), (True, 103.0)]
 
 
-def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
-    """It has ended for all who ask, and before that too; signals and further clean-ups do nothing."""
-    assert not worker.has_ended
-    os.kill(worker.process.pid, signal.SIGKILL)
-    ended = wait_for_all([worker], 30)
-    assert worker.has_ended
-    worker.send_signal(signal.SIGTERM)  # its exit code was not taken from the system yet
-    assert worker.exitcode == -signal.SIGKILL
-    worker.clean_up()
-    worker.send_signal(signal.SIGTERM)
-    worker.clean_up()
-    worker.abandon()
-
-    assert (ended, worker.has_ended, worker.fileno()) == (True, True, -1)
-    assert wait_for_all([worker], 0.0)
-
-
 def test_a_late_exit_code_is_waited_for(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork server tells it a moment after the pidfd has told the end."""
 
@@ -89,19 +72,6 @@ def test_a_late_exit_code_is_waited_for(worker: WorkerProcess, monkeypatch: pyte
         code = worker.exitcode
 
     assert code == 7
-
-
-def test_a_process_whose_exit_code_others_took_is_cleaned_up(worker: WorkerProcess) -> None:
-    """Its code is not known, and no process is left for multiprocessing to wait for."""
-    os.kill(worker.process.pid, signal.SIGKILL)
-    os.waitpid(worker.process.pid, 0)
-    wait_for_all([worker], 30)
-    code = worker.exitcode
-
-    worker.clean_up()
-
-    assert (code, worker.fileno()) == (None, -1)
-    assert worker.process not in multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

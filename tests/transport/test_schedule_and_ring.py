@@ -16,19 +16,6 @@ from fastload.workers.schedule import Schedule
 PAGE = 4096
 
 
-def test_an_illegal_move_raises_and_changes_nothing() -> None:
-    """A free slot cannot be filled, lent or released."""
-    ring = Ring(1, 2, 1 << 20)
-    slot = _fill(ring)
-    ring.release(slot)
-
-    told = r"expected a slot that is \w+, got <slot 0 of worker 0: free, 4096 bytes>$"
-    for move in (lambda: ring.fill(slot, None, 0), lambda: ring.lend(slot), lambda: ring.release(slot)):
-        with pytest.raises(ValueError, match=told):
-            move()
-        assert slot.state is SlotState.FREE
-
-
 def test_batches_that_hold_no_bytes_are_made_ahead_of_the_caller() -> None:
     """After some of them a worker has as many slots as batches in flight, though no size is known."""
     ring = Ring(1, 3, PAGE)
@@ -98,31 +85,6 @@ def test_the_largest_batch_so_far_decides_whether_another_slot_has_room() -> Non
     assert len(_acquire_all(ring, 1)) == 2  # 3 + 1 pages are taken, and 3 fit
 
 
-@pytest.mark.parametrize("limit_pages", [1, 2])
-def test_a_slot_is_lent_where_its_worker_may_have_another(limit_pages: int) -> None:
-    """Where there is room, the other slot is made at once; where there is none, the batch must be copied."""
-    ring = Ring(1, 2, limit_pages * PAGE)
-    slot = _fill(ring)
-
-    is_lent = ring.lend(slot)
-
-    assert is_lent == (limit_pages == 2)
-    assert slot.state is (SlotState.LENT if is_lent else SlotState.READY)
-    assert ring.num_slots(0) == limit_pages
-    assert [other.number for other in ring.slots] == list(range(limit_pages))
-
-
-def test_a_slot_that_a_forked_child_may_see_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker makes new memory for it."""
-    ring = Ring(1, 2, 1 << 30)
-    slot = _fill(ring)
-    assert ring.lend(slot)
-    monkeypatch.setattr(type(slot.memory), "is_fork_shared", True)
-    ring.reclaim(0)
-
-    assert (slot.state, slot.memory) == (SlotState.FREE, None)
-
-
 def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
     """The newest is with the caller: it stays, and so do those before it, whose numbers are their places."""
     ring = Ring(1, 2, 3 * PAGE)
@@ -141,53 +103,18 @@ def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
     del lease
 
 
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
-def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_limit(num_slots: int) -> None:
-    """The oldest slot grows to two pages, for which the newest one goes."""
-    ring = Ring(1, 4, num_slots * PAGE)
-    ring.release(_fill(ring))
-    oldest, *others = _acquire_all(ring)
-    _fill_all(ring, others)
-    ring.fill(oldest, private_memory(2 * PAGE), 2 * PAGE)
-    ring.release(oldest)
-    before = ring.slots
-    ring.acquire(0)
+def test_a_slot_that_a_forked_child_may_see_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker makes new memory for it."""
+    ring = Ring(1, 2, 1 << 30)
+    slot = _fill(ring)
+    assert ring.lend(slot)
+    monkeypatch.setattr(type(slot.memory), "is_fork_shared", True)
+    ring.reclaim(0)
 
-    assert len(before) == num_slots
-    assert ring.slots == before[:-1]
-    assert ring.nbytes == num_slots * PAGE
+    assert (slot.state, slot.memory) == (SlotState.FREE, None)
 
 
 MB = 1 << 20
-
-
-def _batches(ring: Ring, num_batches: int, nbytes: int) -> None:
-    """So many batches of one size, made and dropped by one worker after another."""
-    for number in range(num_batches):
-        slot = ring.acquire(number % 2)
-        assert slot is not None
-        is_too_small = slot.memory is None or slot.memory.nbytes < nbytes
-        ring.fill(slot, private_memory(nbytes) if is_too_small else None, nbytes)
-        ring.release(slot)
-
-
-def test_memory_of_a_huge_batch_is_given_up_once_batches_are_small_again() -> None:
-    """In every slot, also in those that are not the newest; and all slots are made as for small batches."""
-    ring = Ring(2, 3, 64 * MB)
-    _batches(ring, 8, MB)
-    slots = _acquire_all(ring, 0)
-    for slot in slots:
-        ring.fill(slot, private_memory(20 * MB), 20 * MB)
-    for slot in slots:
-        ring.release(slot)
-    huge_bytes = ring.nbytes
-    _batches(ring, 80, MB)
-    left_bytes = ring.nbytes
-    more = [*_acquire_all(ring, 0), *_acquire_all(ring, 1)]
-
-    assert huge_bytes >= 61 * MB
-    assert left_bytes <= len(ring.slots) * MB
-    assert len(more) == 10  # as many as before there was a huge batch
 
 
 @pytest.mark.parametrize("large_bytes", [2 * MB, 4 * MB])
@@ -226,16 +153,6 @@ def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
     else:
         assert ring.lend(second)
         assert first.state is SlotState.FREE
-
-
-def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
-    """`forget` is for one worker, `clear` for all."""
-    ring = Ring(2, 2, 1 << 30)
-    ring.release(_fill(ring, 0))
-    kept = _fill(ring, 1)
-    ring.forget(0)
-
-    assert (ring.slots, ring.num_slots(0)) == ([kept], 0)
 
 
 class Transport(RuleBasedStateMachine):
