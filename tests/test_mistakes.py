@@ -85,17 +85,13 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda _: DataLoader(DATA, cache="ram:x"),
         """cache='ram:x' should have an amount of memory after "ram:", such as cache="ram:32G\"""",
     ),
-    "a cache of samples": (
+    "a cache of files": (
         lambda _: DataLoader(DATA, cache="ram-encoded"),
-        'should be "ram", "ram:32G", "lmdb:PATH" or None, but got \'ram-encoded\': a loader remembers files',
+        'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got \'ram-encoded\'',
     ),
-    "undecoded files": (
-        lambda _: CachedDataset(DATA, cache="ram-encoded"),
-        "to keep the files in RAM, cache fastload.ImageFolder(root, decode=False), and decode in transform=",
-    ),
-    "two caches": (
+    "two caches of samples": (
         lambda _: CachedDataset(DATA, cache=["ram", "lmdb:x"]),  # type: ignore[arg-type]
-        "cache=['ram', 'lmdb:x'] is not a cache: pass one of these: the system keeps in memory what it reads",
+        'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got [\'ram\', \'lmdb:x\']',
     ),
     "a folder": (
         lambda path: CachedDataset.build(DATA, path),

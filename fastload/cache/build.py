@@ -29,7 +29,7 @@ from fastload.cache.fill import Failure, check_options, fill
 from fastload.cache.finished import KIND, Description, LMDBCache, check_source, described
 from fastload.cache.inventory import BESIDE, NEW_BYTES, PARTIAL, REPORT, is_ours, only_builder
 from fastload.cache.lmdb_store import LmdbStore, open_store, usable
-from fastload.cache.random_check import read_unnoticed, readable
+from fastload.cache.random_check import probe, read_unnoticed
 from fastload.cache.samples import StoredSamples
 from fastload.errors import (
     CacheCorruptError,
@@ -37,6 +37,7 @@ from fastload.errors import (
     CacheMismatchError,
     NondeterministicDatasetError,
     TooManyFailuresError,
+    UnsupportedSampleError,
 )
 from fastload.nested.tree import leaves
 from fastload.rng.draws import DrawWatch
@@ -175,15 +176,16 @@ class _Samples:
 
 
 def _probe(dataset: Any, known: dict[int, Any], on_error: str) -> None:
-    """Read sample 0, or another one if that cannot be read, unless it was."""
-    if 0 not in known and len(dataset):
-        try:
-            known[0] = dataset[0]
-        except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
-            if on_error == "raise":
-                Failure.of(0, error).reraise()
-            with contextlib.suppress(Exception):
-                known |= [next(readable(dataset, dataset.__getitem__))]
+    """Examine a few samples, unless this was done."""
+    if known or not len(dataset):
+        return
+    try:
+        known |= probe(dataset)
+    except (NondeterministicDatasetError, UnsupportedSampleError):
+        raise
+    except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
+        if on_error == "raise":
+            Failure.of(0, error).reraise()
 
 
 def _begin(path: str, here: Description, *, force: bool) -> LmdbStore:

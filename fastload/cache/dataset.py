@@ -158,9 +158,9 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         # Here: they import Pillow and LMDB.
-        from fastload.cache.open_cache import CacheRequest, open_cache
+        from fastload.cache.open_cache import open_cache
 
-        opened = open_cache(cache, CacheRequest(dataset, pre_transform, cache_key, max_memory))
+        opened = open_cache(cache, dataset, pre_transform, cache_key, max_memory)
         self.cache, self._source, self._holds_images = opened
         self._stores = cache is not None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
@@ -199,10 +199,12 @@ class CachedDataset(Dataset[Any]):
             TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: As this class.
         """
-        from fastload.cache.open_cache import CacheRequest, open_cache  # here: as above
+        from fastload.cache.open_cache import open_cache  # here: as above
 
         _check_map_style(dataset)
-        request = CacheRequest(
+        cache: Any
+        cache, _, _ = open_cache(
+            f"lmdb:{as_path('path', path)}",
             dataset,
             pre_transform,
             cache_key,
@@ -212,7 +214,6 @@ class CachedDataset(Dataset[Any]):
             max_errors=max_errors,
             wait=wait,
         )
-        cache: Any = open_cache(f"lmdb:{as_path('path', path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
     @classmethod

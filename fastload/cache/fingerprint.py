@@ -126,14 +126,6 @@ def check_key(key: object) -> None:
         )
 
 
-def has_own_fingerprint(dataset: Any) -> bool:
-    """Whether a `fingerprint()` knows of all samples: no subclass of its class changes how they are read.
-
-    Such a subclass can return other samples, by attributes that the inherited `fingerprint()` does not cover.
-    """
-    return _covers_code(_within(dataset))
-
-
 def _covers_code(owner: Any) -> bool:
     """Whether the class with `fingerprint()` has all code that runs: no subclass overrides a part of it."""
     bases = type(owner).__mro__
@@ -150,25 +142,13 @@ def _covers_code(owner: Any) -> bool:
 
 def why_private(dataset: Any, pre_transform: Any | None) -> str:
     """Why other processes do not find a cache of these samples without a key, and what to do about it."""
-    share = "pass cache_key='...', to share it with other ranks and jobs"
-    inner = _within(dataset)
-    named = type(inner).__name__
-    if pre_transform is None and hasattr(inner, "fingerprint"):
-        if has_own_fingerprint(dataset):
-            return (
-                f"the fingerprint() of {named} is None: its samples have no versions, or it has a transform; "
-                f"{share}"
-            )
-        return f"the fingerprint() that {named} inherits does not cover its code: add one to it, or {share}"
-    if pre_transform is None:
-        named, where = type(dataset).__name__, "the dataset"
-    else:
-        function = getattr(pre_transform, "__qualname__", type(pre_transform).__name__)
-        named, where = (
-            f"{type(dataset).__name__} with pre_transform={function}",
-            "the dataset and to pre_transform",
-        )
-    return f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to {where}, or {share}"
+    where = type(_within(dataset)).__name__
+    if pre_transform is not None:
+        where += f" and {getattr(pre_transform, '__qualname__', type(pre_transform).__name__)}"
+    return (
+        f"no fingerprint() covers all code and samples of {where}: add one, or pass cache_key='...', to "
+        "share it with other ranks and jobs"
+    )
 
 
 def digest_of(value: Any) -> str:

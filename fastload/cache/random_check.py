@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from fastload.cache.records import decode, encode
 from fastload.cache.sources import MappedDataset
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
-from fastload.images.folder import ImageFolder
 from fastload.nested.attributes import attributes
 from fastload.nested.tree import first_difference
 from fastload.rng.draws import DrawWatch
@@ -47,16 +46,13 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [-(-number * (length - 1) // max(1, count - 1)) for number in range(count)]
 
 
-def probe(
-    dataset: Any, look: Callable[[Any], None] | None = None, *, indices: list[int] | None = None
-) -> dict[int, Any]:
+def probe(dataset: Any, *, indices: list[int] | None = None) -> dict[int, Any]:
     """Read the first, the middle and the last sample twice.
 
     Other samples take the place of those that cannot be read, because `on_error` can allow these.
 
     Args:
         dataset: Map-style.
-        look: Called with each sample as the dataset returns it; the result has copies.
         indices: Samples that can be read, to be read instead.
 
     Raises:
@@ -70,8 +66,6 @@ def probe(
 
     def read(index: int) -> Any:
         fresh, changes[index] = watch.access(twin, index)
-        if look is not None:
-            look(fresh)
         try:
             return decode(encode(fresh))  # as bytes: a dataset can reuse its buffer on the next access
         except UnsupportedSampleError as error:
@@ -178,23 +172,3 @@ def read_unnoticed(dataset: Any, index: int) -> Any:
     """One sample; generators of the libraries and of pipelines stay as they were, and so does the dataset."""
     with seeded_by(DrawWatch(twin := _twin(dataset)), LIBRARY_GENERATORS):
         return twin[index]
-
-
-def reject_random(dataset: Any) -> None:
-    """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
-
-    An `ImageFolder` without a transform is known not to; none of its files is read.
-
-    Raises:
-        NondeterministicDatasetError: The first, the middle or the last sample is random. Others take the
-            place of samples that cannot be read.
-        UnsupportedSampleError: One of these samples cannot be cached.
-    """
-    if type(dataset) is ImageFolder and dataset.transform is None:  # a subclass can be random
-        return
-    try:
-        probe(dataset)
-    except (NondeterministicDatasetError, UnsupportedSampleError):
-        raise
-    except Exception:  # noqa: BLE001 - none can be read: the build reads them again, and reports the error
-        return

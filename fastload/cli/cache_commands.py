@@ -158,13 +158,11 @@ def _build_files(source: str, dest: str, **options: Any) -> Answer:
 def _opened(source: str, size: Any) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
     from fastload.cache.fingerprint import fingerprint_of
-    from fastload.cache.random_check import reject_random
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         dataset = open_source(source, size)
-        reject_random(dataset)
         yield dataset, fingerprint_of(dataset)
 
 

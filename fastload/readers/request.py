@@ -6,6 +6,7 @@ turns all of them off ("off").
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -18,7 +19,7 @@ _OFF = "off"
 
 
 def check_cache(cache: Any) -> str | None:
-    """Where `cache=` of a loader remembers files; None for no cache.
+    """Where `cache=` of a loader, or of CachedDataset, keeps what was decoded; None for no cache.
 
     Returns:
         "auto", an amount of memory, or "lmdb:" and an absolute path.
@@ -32,10 +33,11 @@ def check_cache(cache: Any) -> str | None:
     if kind == DISK[:-1] and place:
         return DISK + cache_path(place, "cache")
     if kind != "ram" or bool(colon) != bool(place):
-        raise ValueError(
-            f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}: a loader remembers '
-            "files in memory, or on disk"
-        )
+        hint = ""
+        if isinstance(cache, str) and (cache.endswith(".lmdb") or os.path.exists(cache_path(cache, "cache"))):
+            literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
+            hint = f": pass cache={literal} for the cache at this path"
+        raise ValueError(f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}{hint}')
     if place:
         try:
             check_memory(place, name="cache")

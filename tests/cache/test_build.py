@@ -224,9 +224,7 @@ def test_an_error_names_its_sample_and_what_is_stored(
     assert [note for note in notes if note not in found] == []
     assert "/fill.py" not in found
     assert kind is ODD_SAMPLE or "\n" not in str(caught.value)
-    is_begun = bool(os.listdir(tmp_path))
-    assert is_begun == (f"samples are stored in {tmp_path}/cache.partial: run the same" in found)
-    assert is_begun == (0 not in getattr(dataset, "bad", ()))
+    assert f"samples are stored in {tmp_path}/cache.partial: run the same" in found
 
 
 def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:
@@ -325,9 +323,9 @@ def test_what_came_to_the_destination_meanwhile_stays(kind: str, tmp_path: Path)
         before.append(look(tmp_path)["cache"])
 
     with pytest.raises(CacheError, match=r"created .*cache.*cache is .*cache\.partial"):
-        build_lmdb(Calling(3, 2, take), tmp_path / "cache", num_workers=0)
+        build_lmdb(Calling(4, 1, take), tmp_path / "cache", num_workers=0)
     assert look(tmp_path)["cache"] == before[0]
-    assert LMDBCache(tmp_path / "cache.partial").num_cached == 3
+    assert LMDBCache(tmp_path / "cache.partial").num_cached == 4
 
 
 # --- builds of the same cache --------------------------------------------------------------------------
@@ -415,7 +413,7 @@ def test_a_file_that_another_build_has_replaced_is_an_error(tmp_path: Path) -> N
         partial.write_bytes(b"")
 
     with pytest.raises(CacheError, match="another file is in its place"):
-        build_lmdb(Calling(3, 2, replace), tmp_path / "cache", num_workers=0)
+        build_lmdb(Calling(4, 1, replace), tmp_path / "cache", num_workers=0)
 
 
 # --- killed builds -------------------------------------------------------------------------------------
@@ -645,7 +643,7 @@ def _interrupted(path: Path) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        build_lmdb(Calling(400, 200, interrupt_at_once), path, num_workers=2)
+        build_lmdb(Calling(400, 150, interrupt_at_once), path, num_workers=2)
     except KeyboardInterrupt as error:
         os._exit(int("run the same build again to continue" not in error.__notes__[0]))
 

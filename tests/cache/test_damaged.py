@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 import fastload
 from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.random_check import reject_random
+from fastload.cache.random_check import probe
 from fastload.errors import (
     CacheMismatchError,
     ImageReadError,
@@ -82,7 +82,7 @@ def test_an_error_that_no_policy_allows_is_raised_at_once() -> None:
     with pytest.raises(NondeterministicDatasetError):
         CachedDataset(BrokenRandom("numpy"))
     with pytest.raises(NondeterministicDatasetError):
-        reject_random(BrokenRandom("torch"))
+        probe(BrokenRandom("torch"))
     with pytest.raises(UnsupportedSampleError):
         CachedDataset(Made(lambda index: object()))
 

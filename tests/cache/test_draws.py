@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.random_check import reject_random
+from fastload.cache.random_check import probe
 from fastload.errors import NondeterministicDatasetError
 from tests.cache.zoo import Made
 
@@ -203,7 +203,7 @@ def test_a_dataset_that_keeps_its_samples_is_not_changed() -> None:
     """It opens nothing and keeps nothing before its first real access."""
     dataset = Remembering(lambda: 1)
     cached = CachedDataset(ConcatDataset([dataset, Subset(dataset, [0])]))
-    reject_random(dataset)
+    probe(dataset)
     assert (dataset.samples, dataset.reads) == ({}, 0)
     assert (cached[5], dataset.samples) == (1, {5: 1})
 

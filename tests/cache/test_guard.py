@@ -1,13 +1,11 @@
-"""What a new cache asks of its dataset: is it random, is it in memory already, who vouches for it."""
+"""What a new cache asks of its dataset: is it random, who vouches for it."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 import pickle
 import random
-import sys
 from typing import Any
 
 import albumentations as A
@@ -18,13 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
 
-import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
-from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
+from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RandomImages
 from tests.kit.batches import assert_same_samples
 
 pytestmark = pytest.mark.usefixtures("registry_folder")
@@ -169,56 +166,6 @@ def test_comparing_a_sample_changes_no_dataset(tmp_path: Any) -> None:
         assert sum(second.reads) > 0
         assert second.num_read == 0
         ds.cache.close()
-
-
-def labelled(rows: Any) -> Any:
-    """Samples that are rows of one array."""
-    return Made(lambda index: {"label": index, "image": rows[index]}, 50)
-
-
-def in_a_buffer(index: int) -> Any:
-    """Samples that are made in one buffer, which the next one replaces."""
-    BUFFER[:] = index
-    return {"label": index, "image": BUFFER[:]}
-
-
-def cropped(index: int) -> Any:
-    """A small part of what was decoded; its file is decoded again for the next sample."""
-    return {"label": index, "image": np.full((80, 80, 3), index, np.uint8)[4:12, 4:12]}
-
-
-def beside_decoded(index: int) -> Any:
-    """A row of an array, and something that costs time."""
-    return {"image": PIXELS[index], "mask": np.full((2, 2), index)}
-
-
-PIXELS = np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [PIXELS, PIXELS[:, ::-1]])
-def test_an_array_in_memory_is_one_warning(rows: Any, caplog: Any) -> None:
-    """It names the memory and what to do; workers, epochs and processes that join do not repeat it."""
-    with caplog.at_level(logging.WARNING, "fastload"):
-        first, _ = (CachedDataset(labelled(rows), cache_key="in memory") for _ in range(2))
-        for _ in range(2):
-            assert len(list(fastload.DataLoader(first, 10, num_workers=1))) == 5
-    (text,) = [text for text in caplog.messages if "in memory already" in text]
-    assert "an array of 9.6 kB" in text
-    assert "calls the transform itself" in text
-
-
-def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: Any) -> None:
-    """Samples that are made, cut out, in a mapped file, or replaced in a buffer; caches on disk."""
-    np.save(tmp_path / "a.npy", PIXELS)
-    torch.save(torch.from_numpy(PIXELS), tmp_path / "a.pt")
-    mapped = np.load(tmp_path / "a.npy", mmap_mode="r"), torch.load(tmp_path / "a.pt", mmap=True).numpy()
-    made = [Made(function, 50) for function in (in_a_buffer, cropped, beside_decoded)]
-    with caplog.at_level(logging.WARNING, "fastload"):
-        for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), *made):
-            CachedDataset(dataset, cache="ram")
-        CachedDataset.build(labelled(PIXELS), tmp_path / "x", num_workers=0, progress=False)
-    assert "in memory already" not in caplog.text
 
 
 TEXTS = st.dictionaries(st.text(), st.text(), max_size=5)
@@ -396,65 +343,28 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
     ("dataset", "options", "said"),
     [
         (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
-        (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
-        (Images(8), {}, "because Images has neither"),
-        (Brighter(8), {}, "the fingerprint() that Brighter inherits does not cover its code"),
-        (Images(8), {"pre_transform": halve}, "because Images with pre_transform=halve has neither"),
+        *(
+            (
+                dataset,
+                {},
+                f"no fingerprint() covers all code and samples of {name}: add one, or pass cache_key=",
+            )
+            for dataset, name in [
+                (KnownImages(8, version=None), "KnownImages"),
+                (Images(8), "Images"),
+                (Brighter(8), "Brighter"),
+            ]
+        ),
         (
             KnownImages(8),
             {"pre_transform": halve},
-            "because KnownImages with pre_transform=halve has neither",
+            "covers all code and samples of KnownImages and halve: add",
         ),
     ],
 )
 def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(dataset: Any, options: Any, said: str) -> None:
     """The key, not the parts; else the user learns what needs a fingerprint()."""
     assert said in CachedDataset(dataset, **options).cache.explain()
-
-
-CELL = """
-class Photos:
-    def __init__(self):
-        self.images = range(8)
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        reads.append(index)
-        return np.full((4, 4), index), index
-dataset = CachedDataset(Photos(), **options)
-labels = [label for _, label in dataset]
-"""
-
-
-@pytest.mark.parametrize("options", [{}, {"cache_key": "photos of a notebook"}])
-def test_a_cell_that_is_run_again_decodes_again_only_with_a_warning(options: Any, caplog: Any) -> None:
-    """One warning for a class of the user's without a key; with one, the old samples are found."""
-    reads: list[int] = []
-    cell = {"__name__": f"notebook {len(options)}", "CachedDataset": CachedDataset, "np": np}
-    cell |= {"reads": reads, "options": options}
-    numbers = []
-    with caplog.at_level(logging.WARNING, "fastload"):
-        for _ in range(3):
-            exec(CELL, cell)  # a user's notebook does
-            assert cell["labels"] == list(range(8))
-            numbers.append(len(reads))
-    texts = [text for text in caplog.messages if "decodes all of them again" in text]
-    assert len(texts) == (not options)
-    assert not texts or (
-        "8 samples of Photos" in texts[0] and "neither a fingerprint() nor a cache_key" in texts[0]
-    )
-    assert (numbers[2] - numbers[1] <= 2) is bool(options)
-
-
-def test_two_datasets_of_a_script_are_no_repetition(monkeypatch: Any, caplog: Any) -> None:
-    """Only where a person types: a training and a validation set can have the same class and length."""
-    with caplog.at_level(logging.WARNING, "fastload"):
-        for _ in range(2):
-            CachedDataset(Images(21))
-        assert "decodes all" not in caplog.text
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-        CachedDataset(Images(21))
-    assert "21 samples of Images was made before" in caplog.text
 
 
 class Opaque:

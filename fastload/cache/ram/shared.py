@@ -54,7 +54,6 @@ from fastload.memory.segment import PAGE_BYTES, Segment, is_for_child, is_for_ot
 from fastload.nested.leaf import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.readers.decode_cache import FULL
-from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
@@ -161,10 +160,9 @@ class SharedMemoryCache(StoredSamples):
     Args:
         num_samples: Number of samples of the dataset.
         examples: A few samples that are typical of the dataset, or none; they are not stored.
-        max_memory: The limit, as in `parse_memory`.
+        max_memory: The limit, as in `parse_memory`; of a private cache, of this rank's share. While the cache
+            grows, it leaves 30% of what is free now with `"auto"`, and a twentieth with another limit.
         fingerprint: Of the samples, if other processes should find the cache.
-        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for 30% of
-            what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:
         layout: `"uniform"` (columns, and records of samples that do not match) or `"ragged"` (records).
@@ -188,10 +186,9 @@ class SharedMemoryCache(StoredSamples):
         *,
         max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
-        reserved_bytes: int | None = None,
     ) -> None:
-        max_bytes, flat = parse_memory(max_memory), [flatten(example) for example in examples]
-        reserved_bytes = reserve_bytes(max_memory) if reserved_bytes is None else reserved_bytes
+        limits = budget_bytes(max_memory, is_shared=fingerprint is not None), reserve_bytes(max_memory)
+        flat = [flatten(example) for example in examples]
         spec, columns, end = None, list[Any](), 0
         if len({spec.node for spec, _ in flat}) == 1:
             spec, values = flat[0][0], [values for _, values in flat]
@@ -199,9 +196,7 @@ class SharedMemoryCache(StoredSamples):
             columns = [(dtype_name(dtype), shape, at) for _, dtype, shape, at in planned]
         least_bytes = 1 + sum(claimed_bytes(record_parts(*each, None)[1]) for each in flat)
         text = None if spec is None else spec.text.decode("ascii")
-        self._hold(
-            _create(num_samples, text, columns, end, fingerprint, max_bytes, reserved_bytes, least_bytes)
-        )
+        self._hold(_create(num_samples, text, columns, end, fingerprint, *limits, least_bytes))
 
     @classmethod
     def of(cls, arena: Arena) -> SharedMemoryCache:
@@ -451,11 +446,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 
 def create(
-    fingerprint: Fingerprint,
-    num_samples: int,
-    examples: Sequence[Any],
-    max_bytes: int,
-    reserved_bytes: int,
+    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_memory: str | float
 ) -> SharedMemoryCache | None:
     """The cache of this name: a new one, or one that another process has just made; None without a registry.
 
@@ -468,8 +459,7 @@ def create(
     with registry.creating() as is_alone:
         if not is_alone or (cache := find(fingerprint, num_samples)) is not None:
             return cache if is_alone else None
-        limits: dict[str, Any] = {"max_memory": max_bytes, "reserved_bytes": reserved_bytes}
-        cache = SharedMemoryCache(num_samples, examples, fingerprint=fingerprint, **limits)
+        cache = SharedMemoryCache(num_samples, examples, max_memory=max_memory, fingerprint=fingerprint)
         if not registry.hold(cache._arena):
             cache.close()
             return None
