@@ -7,6 +7,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fastload.readers.decode_cache import Stored, inactive
 from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream
@@ -85,14 +86,32 @@ def outcome(call: Callable[[Path], Any], path: Path) -> Any:
         result = call(path)
     except Exception as error:  # noqa: BLE001  # the same one is expected
         return type(error), str(error)
-    facts = []
-    for part in result if isinstance(result, (tuple, list)) else [result]:
-        strides = getattr(part, "strides", None)
-        is_array = isinstance(part, np.ndarray)
-        is_writable = is_array and part.flags.writeable
-        facts.append(
-            (type(part), getattr(part, "shape", None), strides, is_writable, np.asarray(part).tolist())
-        )
-        if is_writable:
-            part[...] = 0
-    return facts
+    seen = facts(result)
+    overwrite(result)
+    return seen
+
+
+def facts(value: Any) -> Any:
+    """All that a caller can see of a nest of arrays, tensors and plain values."""
+    if isinstance(value, (list, tuple)):
+        return type(value), [facts(part) for part in value]
+    if isinstance(value, dict):
+        return dict, [(facts(key), facts(part)) for key, part in value.items()]
+    if isinstance(value, torch.Tensor):
+        return type(value), value.dtype, value.shape, value.stride(), value.numpy().tobytes()
+    if isinstance(value, (np.ndarray, np.generic)):
+        strides = [step for step, length in zip(value.strides, value.shape, strict=True) if length > 1]
+        flags = isinstance(value, np.generic) or value.flags.writeable
+        return type(value), value.dtype.str, value.shape, strides, flags, value.tobytes()
+    return type(value), repr(value)
+
+
+def overwrite(value: Any) -> None:
+    """Write to all memory of a result."""
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            overwrite(part)
+    elif isinstance(value, torch.Tensor):
+        value.zero_()
+    elif isinstance(value, np.ndarray) and value.flags.writeable:
+        value[...] = np.zeros((), value.dtype)

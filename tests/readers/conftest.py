@@ -45,6 +45,14 @@ def cache(store: DictStore, settled: None) -> Iterator[DecodeCache]:
 
 
 @pytest.fixture
+def active(settled: None) -> Iterator[DictStore]:
+    """A store that this thread uses, whose hits are not decoded again."""
+    patches.meet()
+    with DecodeCache(store := DictStore(), verify_share=0.0).active():
+        yield store
+
+
+@pytest.fixture
 def counts() -> Callable[[], tuple[int, int]]:
     """Call it for the hits and misses of this thread since the last call."""
     before = [cache_counts.hits, cache_counts.misses]

@@ -1,14 +1,14 @@
 """Random datasets: image files of all kinds, and classes that read, change and return them in many forms.
 
 A `Recipe` is drawn from a seed; `Generated(recipe, folder)` is the dataset. Nothing in it knows of a cache.
-Its samples are what `frozen` makes comparable: every bit, and types, layouts and errors. `python -m
-tests.readers.compare_generated` compares loaders; test_generated.py compares samples.
+Its samples are what `frozen` makes comparable: every bit, and types, layouts and errors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import io
 import os
 import pickle
@@ -28,12 +28,12 @@ import tifffile
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from PIL.PngImagePlugin import PngInfo
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from tests.kit.torchvision import without_operators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 without_operators()  # before a worker unpickles a transform
@@ -291,7 +291,9 @@ def _end(rng: random.Random, version: str) -> list[Any]:
     return rng.choice([[], [t.PILToTensor()], tensor, [*tensor, normalize, *pure], [*tensor, normalize]])
 
 
-TRANSFORMS = ("none", "v1", "v2", "albumentations")
+TRANSFORMS = ("none", "albumentations")
+if importlib.util.find_spec("torchvision") is not None:
+    TRANSFORMS += "v1", "v2"
 
 
 def _make_transform(kind: str, seed: int) -> Any:
@@ -325,10 +327,10 @@ class Recipe:
     seed: int
 
 
-def draw_recipe(rng: random.Random, transforms: tuple[str, ...] = TRANSFORMS) -> Recipe:
+def draw_recipe(rng: random.Random) -> Recipe:
     """A recipe."""
     operations = tuple(rng.choices([*OPERATIONS], k=rng.choice([0, 0, 1, 1, 2, 3])))
-    transform = rng.choice(transforms)
+    transform = rng.choice(TRANSFORMS)
     return Recipe(rng.choice([*FORMS]), rng.choice([*READERS]), operations, transform, rng.randrange(1 << 30))
 
 
@@ -381,25 +383,6 @@ class Generated(Dataset[Any]):
             return frozen(FORMS[self.recipe.form](self, index))
         except Exception as error:  # noqa: BLE001  # errors are samples, too
             return "error", type(error).__name__, re.sub(r"0x\w+|/[\w/.-]+", "...", str(error))
-
-
-class ByBatch(Generated):
-    """A dataset with a method for whole batches."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-class Stream(IterableDataset[Any]):
-    """The samples of a dataset, as an iterable."""
-
-    def __init__(self, dataset: Generated) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
-        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return (self.dataset[index] for index in range(start, NUM_FILES, step))
 
 
 def _masked(dataset: Generated, index: int) -> Any:

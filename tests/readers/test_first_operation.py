@@ -14,35 +14,21 @@ import pytest
 from PIL import Image
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, patches
+from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.resizes import NUM_LEARNT
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 # Images that are dropped before they are loaded leave their file to the garbage collector.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files count as unchanged at once."""
-    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
-    monkeypatch.setattr(identity, "_file_systems", {})
-
-
-@pytest.fixture
-def active() -> Iterator[DictStore]:
-    """A store that this thread uses."""
-    patches.meet()
-    with DecodeCache(store := DictStore(), verify_share=0.0).active():
-        yield store
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("settled"),
+]
 
 
 def photo(width: int = 40, height: int = 30, mode: str = "RGB") -> bytes:

@@ -22,7 +22,7 @@ from tifffile import imread as imread_taken_before
 from fastload.readers import opencv
 from fastload.readers.decode_cache import UNCOMPRESSED, UNUSUAL, DecodeCache, inactive
 from fastload.system.cache_counts import cache_counts
-from tests.kit.decoding import check_three_rounds
+from tests.kit.decoding import check_three_rounds, outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,21 +155,6 @@ CALLS: dict[str, tuple[str, Callable[[Path], Any], int]] = {
     "skimage": ("photo.jpg", skimage.io.imread, 1),
     "skimage tiff": ("bands.tif", skimage.io.imread, 1),
 }
-
-
-def outcome(call: Callable[[Path], Any], path: Path) -> Any:
-    """All of a result that a caller can see, or the error; the result is overwritten."""
-    try:
-        result = call(path)
-    except Exception as error:  # noqa: BLE001  # the same one is expected
-        return type(error), str(error)
-    if not isinstance(result, np.ndarray):
-        return result if result is None else [array.tobytes() for array in result]
-    flags = result.flags.writeable, result.flags.c_contiguous
-    facts = type(result), result.dtype, result.shape, result.strides, flags, result.tobytes()
-    if result.flags.writeable:
-        result[...] = 0
-    return facts
 
 
 @pytest.mark.filterwarnings("ignore")

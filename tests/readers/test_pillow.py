@@ -31,21 +31,15 @@ from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 # Images that are dropped before they are loaded leave their file to the garbage collector.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
-)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("settled"),
+]
 WIDTH, HEIGHT = 13, 9
-
-
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files count as unchanged at once."""
-    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
-    monkeypatch.setattr(identity, "_file_systems", {})
 
 
 def pixels(mode: str) -> Image.Image:
@@ -118,14 +112,6 @@ def content(name: str) -> bytes:
     file = io.BytesIO()
     pixels(mode).save(file, **options)
     return file.getvalue()
-
-
-@pytest.fixture
-def active() -> Iterator[DictStore]:
-    """A store that this thread uses, with every hit decoded again."""
-    patches.meet()
-    with DecodeCache(store := DictStore(), verify_share=0.0).active():
-        yield store
 
 
 def plain(value: Any) -> Any:

@@ -24,6 +24,7 @@ from fastload.errors import DecodeMismatchError
 from fastload.readers import results
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, inactive
 from fastload.system.cache_counts import cache_counts
+from tests.kit.decoding import facts, overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,32 +95,6 @@ RESULTS = st.recursive(
     ),
     max_leaves=6,
 )
-
-
-def facts(value: Any) -> Any:
-    """All that a caller can see of a result."""
-    if isinstance(value, (list, tuple)):
-        return type(value), [facts(part) for part in value]
-    if isinstance(value, dict):
-        return dict, [(facts(key), facts(part)) for key, part in value.items()]
-    if isinstance(value, torch.Tensor):
-        return type(value), value.dtype, value.shape, value.stride(), value.numpy().tobytes()
-    if isinstance(value, (np.ndarray, np.generic)):
-        strides = [step for step, length in zip(value.strides, value.shape, strict=True) if length > 1]
-        flags = isinstance(value, np.generic) or value.flags.writeable
-        return type(value), value.dtype.str, value.shape, strides, flags, value.tobytes()
-    return type(value), repr(value)
-
-
-def overwrite(value: Any) -> None:
-    """Write to all memory of a result."""
-    if isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            overwrite(part)
-    elif isinstance(value, torch.Tensor):
-        value.zero_()
-    elif isinstance(value, np.ndarray) and value.flags.writeable:
-        value[...] = np.zeros((), value.dtype)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])

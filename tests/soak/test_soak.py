@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,8 @@ from tests.soak.run import consume
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.kit.processes import Interpreter
 
 
 @settings(max_examples=100)
@@ -107,20 +107,17 @@ def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.Captur
     assert command.run_cases(soak, [draw(13)]) == 0
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+_COMMAND = 'import runpy\nrunpy.run_module("tests.soak", run_name="__main__", alter_sys=True)\n'
 
 
-@pytest.mark.slow
-def test_a_case_that_hangs_ends_with_all_stacks() -> None:
+def test_a_case_that_hangs_ends_with_all_stacks(interpreter: Interpreter) -> None:
     """The command shows the stacks of its process and of the worker, and ends both."""
     changes = ["mode=reads", "source=plain", "num_workers=1", "delay_ms=100000"]
 
-    done = _run("-m", "tests.soak", "--case", "3", "--limit", "6", "--with", *changes)
+    done = interpreter.run(_COMMAND, "--case", "3", "--limit", "3", "--with", *changes)
 
     assert done.returncode == 1
-    assert "no end after 6 s" in done.stderr
+    assert "no end after 3 s" in done.stderr
     assert "in consume" in done.stderr
     assert "Fatal Python error: Aborted" in done.stderr  # the worker's stack
     assert "in __getitem__" in done.stderr
@@ -158,9 +155,8 @@ for name in leaks:
 """
 
 
-@pytest.mark.slow
-def test_what_a_case_leaves_behind_is_found() -> None:
+def test_what_a_case_leaves_behind_is_found(interpreter: Interpreter) -> None:
     """The soak reports a thread, a descriptor, a child process, and the shared memory of a batch."""
-    done = _run("-c", _LEAKS)
+    done = interpreter.run(_LEAKS)
 
     assert done.returncode == 0, done.stderr

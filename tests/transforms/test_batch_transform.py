@@ -71,7 +71,7 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("seeding", "workers"),
     [
-        *(("worker", kind) for kind in ("processes", "forkserver", "threads", "torch")),
+        *(("worker", kind) for kind in ("processes", "threads", "torch")),
         *(("sample", kind) for kind in ("processes", "forkserver", "threads")),
     ],
     indirect=["workers"],
