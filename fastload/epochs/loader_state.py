@@ -45,7 +45,6 @@ class LoaderState:
     next_epoch: int = 0
     has_set_epoch: bool = False  # whether the user called set_epoch()
     sample_seed: int | None = None  # of the run that was loaded
-    has_warned: bool = False  # that the position is unknown
 
     # batch/failures.py: of all epochs, in the order in which the caller received the batches
     failed_samples: list[FailedSample] = field(default_factory=list)

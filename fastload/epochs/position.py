@@ -25,7 +25,7 @@ import torch
 
 from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, DatasetState, keeps_state
 from fastload.epochs.loader_state import state_of
-from fastload.epochs.order import DEFAULT, FACTS, Order, facts_of, length_or_none, sharding_of
+from fastload.epochs.order import DEFAULT, Order, facts_of, length_or_none, sharding_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.checks import as_int, integer
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-VERSION = 7
+VERSION = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_CHECKED = 16  # indices of a batch, about
 _SAME = "the same dataset, sampler and batch_size as before"
@@ -252,21 +252,20 @@ class Position:
         is_of_other_rank = None not in (self.rank, rank) and self.rank != rank
         skips = self.is_within_epoch and self.num_received > 0
         reads_again = any(copy.num_to_read_again for copy in self.dataset_states or ())
-        is_split = None not in (facts["num_ranks"], self.facts["num_ranks"])
+        is_split = None not in (facts["number of ranks"], self.facts["number of ranks"])
         is_compared = {
             "batch_size": skips and (reads_again or not is_iterable(loader)),
-            "num_ranks": skips,
-            "num_nodes": skips,
-            "num_samples": skips and is_of_other_rank,
-            "seed": is_of_other_rank and (skips or not is_split),
+            "number of ranks": skips,
+            "number of nodes": skips,
+            "seed of the sampler": is_of_other_rank and (skips or not is_split),
         }
-        for name, description in FACTS.items():
-            saved, own = self.facts[name], facts[name]
+        for name, own in facts.items():
+            saved = self.facts[name]
             if is_compared[name] and None not in (saved, own) and saved != own:
                 raise ResumeError(
-                    f"the state was saved by a loader with {description} {saved}, after "
-                    f"{self.num_received} batches, but this loader has {own}: give it {saved}, or load a "
-                    "state that was saved between two epochs, or one for each rank"
+                    f"the state was saved by a loader with {name} {saved}, after {self.num_received} "
+                    f"batches, but this loader has {own}: give it {saved}, or load a state that was saved "
+                    "between two epochs, or one for each rank"
                 )
         return is_of_other_rank
 
@@ -673,20 +672,18 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
 
 
 def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
-    """Warn once if a subclass makes its own iterators, whose batches are not counted.
+    """Warn, once for each class, if a subclass makes its own iterators, whose batches are not counted.
 
     An error would end training while it saves a checkpoint.
     """
     state, kind = state_of(loader), type(loader)
-    is_known = state.position is not None or state.loaded is not None or state.has_warned
+    is_known = state.position is not None or state.loaded is not None
     methods: list[Any] = [kind.__iter__, kind._get_iterator]
     is_ours = all(method.__module__.startswith("fastload.") for method in methods)
     if is_known or (is_ours and not is_data_pipe(loader.dataset)):
         return
-    state.has_warned = True
-    log.warning(
-        "the state of this %s is that of the beginning of an epoch. If it makes its iterators by itself, its "
-        "position is unknown: define state_dict() and load_state_dict() in the class, or take the batches "
-        "from super().__iter__() and super()._get_iterator()",
-        kind.__name__,
+    say_once(
+        f"the state of this {kind.__name__} is that of the beginning of an epoch. If it makes its iterators "
+        "by itself, its position is unknown: define state_dict() and load_state_dict() in the class, or take "
+        "the batches from super().__iter__() and super()._get_iterator()"
     )
