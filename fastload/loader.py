@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.utils.data
 
-from fastload.batch.loader_collate import LoaderCollate, own_collate
+from fastload.batch.loader_collate import LoaderCollate, lost_in_torch, own_collate
 from fastload.epochs import position
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
@@ -304,8 +304,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """The function that makes a batch from samples: the argument, or torch's default.
 
-        With arguments that torch's loader lacks, this is a wrapper around that function, which warns if
-        torch's loader calls it. `vars(loader)["collate_fn"]` is always the function itself.
+        With arguments that torch's loader lacks, this is a wrapper around that function, which raises an
+        error if torch's loader calls it and arguments would change the batches.
+        `vars(loader)["collate_fn"]` is always the function itself.
         """
         try:
             own: Callable[[list[Any]], Any] = vars(self)["collate_fn"]
@@ -315,14 +316,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         settings = {name: attributes.get(name, default) for name, default in defaults.items()}
         if settings == defaults:
             return own
-        names = ['seeding="sample"'] if settings["seeding"] == "sample" else []
-        transforms = ("device", "batch_transform", "device_transform")
-        names += [name for name in transforms if settings[name] is not None]
-        channels_last = settings["memory_format"] is torch.channels_last
-        dataset = attributes.get("dataset")
-        return LoaderCollate(
-            own, tuple(names), channels_last=channels_last, settings=settings, dataset=dataset
-        )
+        return LoaderCollate(own, lost_in_torch(settings), settings, attributes.get("dataset"))
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -406,6 +400,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         settings = {
             shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
             f"device={self.device!r}": is_pipe and self.device is not None,
+            "memory_format": is_pipe and self.memory_format is not None,
             "batch_transform": is_pipe and self.batch_transform is not None,
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
