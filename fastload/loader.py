@@ -351,10 +351,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         iterator = position.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
-            num_workers = iterator.num_measured_workers
-            # None: torch's own iterator, which counts nothing of the cache.
-            look = bool if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
-            iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
+            look = functools.partial(look_at_cache, state, self.dataset)
+            iterator.clock = Clock(recorder_of(self), iterator.num_workers, began_ns, look)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -481,7 +479,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Several lines, to print. Reasons come with what to do about them. The figures are those of `stats`.
         """
-        return explain_cache(self, self._why_torch())
+        return explain_cache(self)
 
     def stats(self, *, reset: bool = False) -> LoaderStats:
         """What this loader did so far: batches, waits, busy workers, cache hits and more.

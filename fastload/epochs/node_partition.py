@@ -138,13 +138,13 @@ def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64
 
 def _num_nodes(given: int | None, num_replicas: int) -> int:
     """The number of nodes; see `NodePartitionSampler`."""
-    per_node = num_replicas if num_replicas == 1 else ranks_of_host()
-    if given is None and per_node is None:
+    per_node = 1 if num_replicas == 1 else ranks_of_host() or 0
+    if given is None and not per_node:
         raise RuntimeError(
             "num_nodes is unknown: the environment has no LOCAL_WORLD_SIZE. Start the script with torchrun, "
             "or give num_nodes"
         )
-    num_nodes = -(-num_replicas // (per_node or 1)) if given is None else as_int("num_nodes", given)
+    num_nodes = -(-num_replicas // per_node) if given is None else as_int("num_nodes", given)
     if num_nodes < 1 or num_replicas % num_nodes or (given is None and num_nodes * per_node != num_replicas):
         raise ValueError(
             f"every node needs the same number of ranks, but got {num_replicas} ranks on {num_nodes} nodes"

@@ -62,7 +62,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def __init__(self, loader: Any, source: Any, device: tuple[Backend, Any] | None) -> None:
         self.owner = weakref.ref(loader)
         self.source = source
-        self.num_measured_workers = source.num_measured_workers
+        self.num_workers = source.num_workers
         self._device = device
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
