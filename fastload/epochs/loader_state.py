@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.memory.lease import BufferPool
 
+_process: object = object()  # another one in a fork; asking for the pid takes microseconds
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: globals().update(_process=object()))
+
 
 @dataclass(eq=False)
 class LoaderState:
@@ -65,9 +69,6 @@ class LoaderState:
 
 
 _NAME = "_fastload_state"
-_process = object()  # another one in a fork; asking for the pid takes microseconds
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=lambda: globals().update(_process=object()))
 
 
 def state_of(loader: Any) -> LoaderState:

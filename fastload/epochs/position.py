@@ -130,7 +130,7 @@ class Position:
     # --- beginning, perhaps in the middle -----------------------------------------------------------------
 
     @classmethod
-    def begin(cls, loader: DataLoader[Any], kind: str, reason: str | None = None) -> Position:
+    def begin(cls, loader: Any, kind: str, reason: str | None = None) -> Position:
         """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
         Args:
@@ -159,10 +159,9 @@ class Position:
         if kind != "local" and not loader.in_order:
             self.why_unresumable = reason or _OUT_OF_ORDER
         self.sample_seed = sample_seed_of(loader)
-        transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
-        if any(transform is not None for transform in transforms):
+        if loader.batch_transform is not None or loader.device_transform is not None:
             self.rank = sharding_of(loader)[0]
-        if getattr(loader, "seeding", "worker") == "sample":
+        if loader.seeding == "sample":
             num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
             self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
         state.next_epoch, state.position = self.epoch + 1, self
@@ -551,7 +550,7 @@ def why_unresumable(loader: DataLoader[Any]) -> str | None:
     )
 
 
-def has_dataset_states(loader: DataLoader[Any]) -> bool:
+def has_dataset_states(loader: Any) -> bool:
     """Whether a state of the loader has a state of each worker's copy of the dataset.
 
     Worker threads share the dataset, so a batch has no state of its own. A module's `state_dict()` has its
@@ -559,7 +558,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if is_iterable(loader):
         return True
-    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
+    pool_type = pool_type_of(loader.worker_type)
     shares = loader.num_workers > 0 and pool_type.uses_threads
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
