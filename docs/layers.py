@@ -25,10 +25,10 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (444, 420),
-    "epochs": (1688, 1050),
-    "workers": (1986, 1150),
-    "batch": (1357, 800),
+    "loader errors version __init__ __main__": (437, 420),
+    "epochs": (1634, 1050),
+    "workers": (1984, 1150),
+    "batch": (1336, 800),
     "cache": (4428, 2600),
     "readers": (1795, 1200),
     "images": (730, 600),
@@ -38,7 +38,7 @@ BUDGETS = {
     "device transforms": (1317, 1150),
     "memory system": (1750, 1350),
     "training": (419, 420),
-    "profiling bench": (1985, 900),
+    "profiling bench": (1984, 900),
     "cli integrations": (1159, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.utils.data
 
-from fastload.batch.loader_collate import LoaderCollate, own_collate
+from fastload.batch.loader_collate import LoaderCollate, lost_in_torch, own_collate
 from fastload.epochs import position
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
@@ -304,8 +304,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """The function that makes a batch from samples: the argument, or torch's default.
 
-        With arguments that torch's loader lacks, this is a wrapper around that function, which warns if
-        torch's loader calls it. `vars(loader)["collate_fn"]` is always the function itself.
+        With arguments that torch's loader lacks, this is a wrapper around that function, which raises an
+        error if torch's loader calls it and arguments would change the batches.
+        `vars(loader)["collate_fn"]` is always the function itself.
         """
         try:
             own: Callable[[list[Any]], Any] = vars(self)["collate_fn"]
@@ -315,14 +316,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         settings = {name: attributes.get(name, default) for name, default in defaults.items()}
         if settings == defaults:
             return own
-        names = ['seeding="sample"'] if settings["seeding"] == "sample" else []
-        transforms = ("device", "batch_transform", "device_transform")
-        names += [name for name in transforms if settings[name] is not None]
-        channels_last = settings["memory_format"] is torch.channels_last
-        dataset = attributes.get("dataset")
-        return LoaderCollate(
-            own, tuple(names), channels_last=channels_last, settings=settings, dataset=dataset
-        )
+        return LoaderCollate(own, lost_in_torch(settings), settings, attributes.get("dataset"))
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
@@ -357,10 +351,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         iterator = position.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
-            num_workers = iterator.num_measured_workers
-            # None: torch's own iterator, which counts nothing of the cache.
-            look = bool if num_workers is None else functools.partial(look_at_cache, state, self.dataset)
-            iterator.clock = Clock(recorder_of(self), num_workers, began_ns, look)
+            look = functools.partial(look_at_cache, state, self.dataset)
+            iterator.clock = Clock(recorder_of(self), iterator.num_workers, began_ns, look)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -406,6 +398,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         settings = {
             shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
             f"device={self.device!r}": is_pipe and self.device is not None,
+            "memory_format": is_pipe and self.memory_format is not None,
             "batch_transform": is_pipe and self.batch_transform is not None,
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
@@ -486,7 +479,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Several lines, to print. Reasons come with what to do about them. The figures are those of `stats`.
         """
-        return explain_cache(self, self._why_torch())
+        return explain_cache(self)
 
     def stats(self, *, reset: bool = False) -> LoaderStats:
         """What this loader did so far: batches, waits, busy workers, cache hits and more.

@@ -399,17 +399,3 @@ def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
     list(iterator)
     label = f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
     assert [event.name for event in profile.function_events if "DataLoader" in event.name] == [label] * 2
-
-
-@pytest.mark.parametrize("make", [fastload.DataLoader, torch.utils.data.DataLoader])
-def test_monitors_read_how_many_batches_are_under_way(make: Any) -> None:
-    """The numbers of torch's iterator, which dashboards and watchdogs plot."""
-    iterator = iter(make(IMAGES, 4, num_workers=2))
-    num_batches, numbers = 3, []
-    for number in range(num_batches + 1):
-        numbers.append((iterator._send_idx, iterator._rcvd_idx))
-        assert (
-            iterator._tasks_outstanding <= num_batches - number
-        )  # torch's knows of replies before their turn
-        next(iterator, None)
-    assert numbers == [(3, 0), (3, 1), (3, 2), (3, 3)]

@@ -91,10 +91,8 @@ class _Rows:
 
     def write(self, value: Any, row: int) -> _Rows:
         """Write a sample's leaf."""
-        kind = type(value)
-        is_deferred = kind is DeferredImage
-        if is_deferred:
-            kind = value.kind
+        is_deferred = type(value) is DeferredImage
+        kind = value.kind if is_deferred else type(value)
         if kind is not self._kind or value.shape != self._shape or value.dtype != self._dtype:
             raise _MismatchError
         if is_deferred:
@@ -146,29 +144,46 @@ class Collator:
         if not in_worker:  # else torch's own table contains rules of fastload's
             self._rules |= {torch.Tensor: self._stack, np.ndarray: self._stack_arrays}
 
-    def take(self, samples: Iterator[Any], count: int, own: Callable[[Any], Any] | None = None) -> list[Any]:
-        """Samples for `collate`, at most ``count``; each can be dropped before the next one is made.
+    def take(
+        self,
+        items: Iterator[Any],
+        num_rows: int,
+        dataset: Any = None,
+        get: Callable[[Any], Any] | None = None,
+        own: Callable[[Any], Any] | None = None,
+    ) -> list[Any]:
+        """Samples for `collate`; each can be dropped before the next one is made.
 
         Args:
-            samples: What makes them.
-            count: The number of rows.
+            items: The samples; with a ``dataset``, their indices.
+            num_rows: How many there can be; 0: no leaves are written to rows, for another collate_fn.
+            dataset: Has the samples.
+            get: Called with each index; None: ``dataset[index]``.
             own: Called with each sample after its large leaves were written, because the memory that the rest
                 refers to can change or must not reach torch; None: the rest is kept itself.
         """
         taken: list[Any] = []
         write = None
-        for row, sample in enumerate(samples):
-            if row == 0 and type(sample) not in _SCALARS:
-                write = self._writer(sample, count)
+        for item in items:
+            if dataset is None:
+                sample = item
+            else:
+                sample = dataset[item] if get is None else get(item)
+            if not taken and num_rows and type(sample) not in _SCALARS:
+                write = self._writer(sample, num_rows)
             if write is not None:
                 try:
-                    sample = write(sample, row)
-                except (_MismatchError, LookupError):
+                    sample = write(sample, len(taken))
+                except _MismatchError:
                     taken, write = _read_back(taken), None
             taken.append(sample if own is None else own(sample))
             if write is None:
                 break
-        taken += samples if own is None else map(own, samples)
+        # The rest: a call, or a choice, for each sample would take a tenth of an epoch of ints.
+        if get is not None:
+            taken += [get(item) if own is None else own(get(item)) for item in items]
+        else:
+            taken += items if dataset is None else [dataset[item] for item in items]
         return taken
 
     def collate(self, samples: Any) -> Any:
@@ -253,8 +268,11 @@ def _write_parts(kind: Any, writers: list[tuple[Any, Any]], value: Any, row: int
     if type(value) is not kind:
         raise _MismatchError
     parts: Any = dict(value) if kind is dict else list(value)
-    for key, write in writers:
-        parts[key] = write(parts[key], row)
+    try:
+        for key, write in writers:
+            parts[key] = write(parts[key], row)
+    except LookupError:
+        raise _MismatchError from None
     if kind is tuple:
         return tuple(parts)
     return kind._make(parts) if hasattr(kind, "_make") else parts

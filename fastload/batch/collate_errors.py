@@ -20,6 +20,7 @@ from fastload.system.torch_private import torch_collate
 _NUMBERS = (int, float, np.number, np.bool_)
 _TORCHS_RULES = tuple(torch_collate.default_collate_fn_map)
 _ONE_TYPE = "return values of one type and one length, and the same keys, for all samples"
+_ONE_SHAPE = "pad, resize or crop all samples to one shape, in the dataset or its transform"
 _BATCHED = "return arrays, tensors, numbers, str or bytes in dicts, lists and tuples"
 
 
@@ -64,27 +65,13 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
             is_shape = _is_array(first) and _is_array(other) and tuple(first.shape) != tuple(other.shape)
             return (
                 f"{path} is {structure_of(first)} in the first sample of the batch and {structure_of(other)} "
-                f"in sample {number} of the batch: {_one_shape(first) if is_shape else _ONE_TYPE}"
+                f"in sample {number} of the batch: {_ONE_SHAPE if is_shape else _ONE_TYPE}"
             )
     if not is_container:
         return None
     keys = list(first) if isinstance(first, Mapping) else range(len(first))
     parts = ((f"{path}[{key!r}]", [value[key] for value in values]) for key in keys)
     return next((cause for place, part in parts if (cause := _cause(part, place)) is not None), None)
-
-
-def _one_shape(first: Any) -> str:
-    """How values like this one get one shape: images have an example, others can be boxes or sequences."""
-    if first.ndim < 3:
-        return "pad, resize or crop all samples to one shape"
-    if isinstance(first, np.ndarray):
-        return (
-            "resize or crop all samples to one size: in the transform, for example with "
-            "albumentations.RandomResizedCrop((224, 224)), or once, with fastload.ImageFolder(..., "
-            "size=(224, 224)) or fastload cache build --size 224x224"
-        )
-    example = "torchvision.transforms.Resize((224, 224))"  # of (..., H, W)
-    return f"resize or crop all samples to one size, for example with {example}"
 
 
 def _fits(first: Any, other: Any) -> bool:

@@ -260,20 +260,12 @@ class Fetcher:
         """Read each position, by ``get`` if it is given; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
         self._indices, self._left = indices, iter(positions)
-        if get is None:
-            samples = map(operator.getitem, itertools.repeat(self._dataset), self._left)
-        else:
-            samples = map(get, self._left)
-        taken = self._taken(samples, len(indices), own)
-        if len(taken) < len(indices):
-            raise StopIteration  # the dataset did, which for torch ends the epoch
+        taken = self._taken(self._left, len(indices), self._dataset, get, own)
         self._indices = ()
         return taken
 
-    def _taken(
-        self, samples: Iterator[Any], count: int, own: Callable[[Any], Any] | None = None
-    ) -> list[Any]:
-        return self._collator.take(samples, count, own) if self._is_default else list(samples)
+    def _taken(self, items: Iterator[Any], count: int, *more: Any) -> list[Any]:
+        return self._collator.take(items, count if self._is_default else 0, *more)
 
     def _getter(
         self, get: Callable[[Any], Any] | None, indices: Any, key: BatchKey | None

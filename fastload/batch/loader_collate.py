@@ -1,68 +1,68 @@
-"""Wrap a loader's collate_fn, to warn when a framework loses fastload's own arguments.
+"""Wrap a loader's collate_fn, so that fastload's own arguments survive where a framework rebuilds the loader.
 
 Frameworks build a torch.utils.data.DataLoader from the attributes of a loader (Accelerate's `prepare`, Ray's
-`prepare_data_loader`). fastload's own arguments are then lost, and training would continue with different
-numbers. But frameworks keep the collate_fn, so the wrapper around it stores these arguments. When torch's own
-fetcher calls the wrapper, it converts batches to the loader's memory format and warns about the other
-arguments.
+`prepare_data_loader`). fastload's own arguments are then lost, but frameworks keep the collate_fn, and the
+wrapper around it has them: after `patch_torch()`, the new loader takes them from there. In a loader of torch,
+those that would change its batches are an error.
 
 The wrapper is called in the consumer's process and in torch's workers; fastload's own iterators unwrap it.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
-from fastload.batch.collate import to_channels_last
 from fastload.system.torch_private import torch_fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+# Arguments that change batches, if they are not None.
+_CHANGING = ("memory_format", "batch_transform", "device_transform")
+
 
 class LoaderCollate:
-    """A collate_fn that stores the arguments of its loader.
+    """A collate_fn that has the arguments of its loader.
 
     Called directly, it behaves like the inner function, and has its attributes, equality and hash.
 
     Args:
         inner: The user's collate_fn, or torch's default.
-        lost: The loader's arguments that have no effect in torch's loader, as source text.
-        channels_last: Whether the loader has ``memory_format=torch.channels_last``; this wrapper applies it
-            in torch's loader.
+        lost: The arguments without which batches would be others, in words.
         settings: The loader's arguments that torch's loader lacks, for `carried_settings`.
         dataset: The loader's dataset. Neither is pickled: torch's workers do not need them.
     """
 
-    __slots__ = ("__wrapped__", "_fastload_note", "_fastload_settings")
+    __slots__ = ("__wrapped__", "_fastload_lost", "_fastload_settings")
 
     def __init__(
         self,
         inner: Callable[[Any], Any],
-        lost: tuple[str, ...],
-        *,
-        channels_last: bool,
+        lost: str,
         settings: Mapping[str, Any] | None = None,
         dataset: Any = None,
     ) -> None:
         object.__setattr__(self, "__wrapped__", inner)
-        object.__setattr__(self, "_fastload_note", (lost, channels_last))
+        object.__setattr__(self, "_fastload_lost", lost)
         object.__setattr__(self, "_fastload_settings", (dict(settings or {}), dataset))
 
     def __call__(self, samples: Any) -> Any:
-        """Collate; if torch's fetcher calls, warn about the lost arguments."""
-        inner = self.__wrapped__
-        if sys._getframe(1).f_globals is not vars(torch_fetch):
-            return inner(samples)
-        lost, channels_last = self._fastload_note
-        if lost:
-            _warn(lost)
-        return to_channels_last(inner(samples)) if channels_last else inner(samples)
+        """Collate.
+
+        Raises:
+            RuntimeError: torch's fetcher calls, and arguments would be lost.
+        """
+        if self._fastload_lost and sys._getframe(1).f_globals is vars(torch_fetch):
+            raise RuntimeError(
+                "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when "
+                f"they prepare a loader, and cannot do what these arguments say: {self._fastload_lost}. Call "
+                "fastload.patch_torch() before the loader is prepared, or iterate over fastload's loader "
+                "itself"
+            )
+        return self.__wrapped__(samples)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__wrapped__, name)
@@ -83,8 +83,13 @@ class LoaderCollate:
         return f"<collate_fn of a fastload.DataLoader: {self.__wrapped__!r}>"
 
     def __reduce__(self) -> Any:
-        lost, channels_last = self._fastload_note
-        return functools.partial(LoaderCollate, channels_last=channels_last), (self.__wrapped__, lost)
+        return LoaderCollate, (self.__wrapped__, self._fastload_lost)
+
+
+def lost_in_torch(settings: Mapping[str, Any]) -> str:
+    """The arguments that a loader of torch's cannot have and that change batches, in words."""
+    names = ['seeding="sample"'] if settings["seeding"] == "sample" else []
+    return ", ".join(names + [name for name in _CHANGING if settings[name] is not None])
 
 
 def own_collate(collate_fn: Any) -> Any:
@@ -107,17 +112,3 @@ def carried_settings(collate_fn: Any, dataset: Any) -> dict[str, Any]:
     settings, own = collate_fn._fastload_settings
     inner = getattr(dataset, "dataset", None) if isinstance(dataset, IterableDataset) else dataset
     return dict(settings) if own is dataset or own is inner else {}
-
-
-@functools.cache
-def _warn(lost: tuple[str, ...]) -> None:
-    """Warn once per process; of an iterator's workers, only the first warns."""
-    info = get_worker_info()
-    if info is not None and info.id != 0:
-        return
-    warnings.warn(
-        "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when they "
-        f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Call "
-        "fastload.patch_torch() before the loader is prepared, or iterate over fastload's loader itself.",
-        stacklevel=3,
-    )

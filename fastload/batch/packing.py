@@ -6,7 +6,7 @@ pack() runs in a worker, unpack() in the parent. The format is used for one mess
   out of band (PEP 574). A long one, such as one with the bytes of files, lies in the slot, too.
 * A leaf says where such a tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
-* Other tensors and arrays (a subclass, requires_grad, sparse, an object array) are pickled unchanged.
+* Other tensors and arrays (a subclass, requires_grad, sparse, objects, a structure) are pickled unchanged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _WITHOUT = frozenset({str, bytes, int, float, bool, type(None)})  # neither tens
 # Where one tensor or array lies in a slot, as built-in types, which pickle in a sixth of the time:
 #   offset: bytes from the start of the slot; meaningless when the span is 0
 #   span: elements from the first to the last, gaps included
-#   dtype: as text, such as "torch.uint8" or "|u1"; itself if text cannot describe it
+#   dtype: as text, such as "torch.uint8" or "|u1"
 #   shape, and strides: in elements for tensors, in bytes for arrays
-PackedLeaf = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
+PackedLeaf = tuple[int, int, str, tuple[int, ...], tuple[int, ...]]
 
 
 # A longer skeleton does not fit into a message beside the leaves (see `workers.channel`).
@@ -63,30 +63,17 @@ class Packed(NamedTuple):
         return max(SMALL_BYTES, int(self.used_bytes * _SMALL_SHARE))
 
 
-def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
-    """A dtype as text; the dtype itself if text cannot describe it completely."""
-    # Before anything is looked up: NumPy's equality, and so a cache, ignores metadata and alignment.
-    if isinstance(dtype, np.dtype) and (dtype.names is not None or dtype.metadata is not None):
-        return dtype
-    return _text_of(dtype)
-
-
 @functools.lru_cache(maxsize=256)
-def _text_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
+def _text_of(dtype: torch.dtype | np.dtype[Any]) -> str | None:
+    """A dtype as text; None if text cannot describe it."""
     if isinstance(dtype, torch.dtype):
         return str(dtype)
-    return dtype.str if np.dtype(dtype.str) == dtype else dtype
+    return dtype.str if np.dtype(dtype.str) == dtype else None
 
 
 @functools.lru_cache(maxsize=256)
-def _dtype_of_text(code: str) -> Any:
-    if code.startswith("torch."):
-        return getattr(torch, code.removeprefix("torch."))
-    return np.dtype(code)
-
-
-def _dtype_of(code: Any) -> Any:
-    return _dtype_of_text(code) if type(code) is str else code
+def _dtype_of(text: str) -> Any:
+    return getattr(torch, text.removeprefix("torch.")) if text.startswith("torch.") else np.dtype(text)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -107,7 +94,10 @@ def is_leaf(value: Any) -> bool:
     """Whether a value is sent as a leaf."""
     if type(value) is torch.Tensor:
         return is_plain(value)
-    return type(value) is np.ndarray and not value.dtype.hasobject
+    if type(value) is not np.ndarray:
+        return False
+    dtype = value.dtype  # NumPy's equality, and so a cache, ignores metadata and alignment
+    return not (dtype.hasobject or dtype.names or dtype.metadata) and _text_of(dtype) is not None
 
 
 # Stands for a leaf. Writable: pickle makes a memoryview of what stands for a read-only buffer.
@@ -257,7 +247,8 @@ def _place(batch_leaves: list[Any], allocator: BumpAllocator) -> list[PackedLeaf
             else:
                 # Copy all memory from the first to the last element, to keep any strides.
                 ctypes.memmove(ctypes.addressof(allocator.lease) + offset, address, span * value.itemsize)
-        placed.append((offset, span, _code_of(value.dtype), tuple(value.shape), strides))
+        text = str(_text_of(value.dtype))  # see `is_leaf`
+        placed.append((offset, span, text, tuple(value.shape), strides))
     return placed
 
 
@@ -270,17 +261,13 @@ def _span(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
-def _flat_tensor(lease: Any, dtype: torch.dtype, span: int, offset: int) -> torch.Tensor:
-    return torch.frombuffer(lease, dtype=dtype, count=span, offset=offset)
-
-
 def _view(leaf: PackedLeaf, lease: Any) -> Any:
     offset, span, code, shape, strides = leaf
     dtype = _dtype_of(code)
     if isinstance(dtype, torch.dtype):
         if not span:  # torch.frombuffer does not accept a count of zero
             return torch.empty_strided(shape, strides, dtype=dtype)
-        return _flat_tensor(lease, dtype, span, offset).as_strided(shape, strides)
+        return torch.frombuffer(lease, dtype=dtype, count=span, offset=offset).as_strided(shape, strides)
     return np.ndarray(shape, dtype, lease, offset, strides) if span else np.empty(shape, dtype)
 
 

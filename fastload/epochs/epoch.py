@@ -13,7 +13,6 @@ arrives. While workers are started, all of them are stopped.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import threading
 import time
@@ -67,8 +66,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         self._file_cache = file_cache_of(loader)
         self._plan = plan = plan_of(loader, self._base_seed, self._file_cache)
         _check_as_torch(self, plan.prefetch_factor)
-        # torch's code asks for this one; without workers, its iterators report no workers either.
-        self.num_measured_workers = self._num_workers
+        self.num_workers = self._num_workers
         self.turn = threading.RLock()  # only one thread at a time takes and counts batches
         # What `next` raises after an interruption closed this iterator, or after a worker's death, as in
         # torch.
@@ -79,7 +77,6 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         self._pool: Any = self._make_pool(loader, backend)
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer: Any = None if self._is_inline else weakref.finalize(self, self._pool.close)
-        _watch_exit()
         try:
             self._pool.start()
             self._reset(loader, first_iter=True)
@@ -327,26 +324,12 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         """Whether Ctrl-C has ended a worker, which then serves no further epoch."""
         return bool(self._pool.was_interrupted)
 
-    # torch's iterator with workers has the next four attributes, and monitoring tools read them.
-
     @property
-    def _workers(self) -> list[Any]:
+    def _workers(self) -> list[Any]:  # as torch's iterator with workers: monitoring tools read it
         if self._is_inline:
             raise AttributeError("an iterator without workers has no _workers")
         workers: list[Any] = self._pool.processes
         return workers
-
-    @property
-    def _tasks_outstanding(self) -> int:
-        return len(self._schedule.pending)
-
-    @property
-    def _send_idx(self) -> int:
-        return self._schedule.num_assigned
-
-    @property
-    def _rcvd_idx(self) -> int:
-        return self._schedule.num_assigned - self._tasks_outstanding
 
     def close(self) -> None:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""
@@ -380,21 +363,12 @@ def _raise(error: Exception) -> None:
         del error  # its traceback holds this frame
 
 
-_interpreter_exits = threading.Event()
-
-
-@functools.cache
-def _watch_exit() -> None:
-    """Record the exit of the interpreter before the iterators' finalizers run."""
-    atexit.register(_interpreter_exits.set)
-
-
 def _wait_for_exit() -> None:
     """While the interpreter exits, block a daemon thread that asks for batches.
 
     Its workers are already stopped, and it would print a useless error.
     """
-    if _interpreter_exits.is_set() and threading.current_thread().daemon:
+    if not threading.main_thread().is_alive() and threading.current_thread().daemon:
         threading.Event().wait()
 
 

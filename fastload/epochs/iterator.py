@@ -26,7 +26,7 @@ class EpochIterator:
             counts them instead.
         turn: Held by the one thread that takes and counts batches.
         clock: Measures the epoch; None: an iterator around this one measures.
-        num_measured_workers: The number of workers; None: they do not report how busy they are.
+        num_workers: The number of workers.
         num_taken: How many batches of the epoch the caller has with the one that `next_sized` returned last;
             None: all that were fetched.
         device_wait_ns: How long `next` has waited for the device to catch up, not for data, so far.
@@ -36,7 +36,7 @@ class EpochIterator:
     position: Position
     turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
-    num_measured_workers: int | None = None
+    num_workers: int
     num_taken: int | None = None
     device_wait_ns: int = 0
 

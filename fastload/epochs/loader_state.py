@@ -16,6 +16,7 @@ from fastload.readers import reasons
 from fastload.readers.decode_cache import FULL
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
 from fastload.system.logs import log, say_once
+from fastload.system.torch_private import is_data_pipe
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample
@@ -23,13 +24,17 @@ if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.memory.lease import BufferPool
 
+_process: object = object()  # another one in a fork; asking for the pid takes microseconds
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: globals().update(_process=object()))
+
 
 @dataclass(eq=False)
 class LoaderState:
     """The live state of one loader; each group of fields belongs to the file named above it."""
 
     owner: weakref.ref[Any] | None = None  # the loader; see `state_of`
-    pid: int = field(default_factory=os.getpid)  # of the process that the next two belong to
+    process: object = field(default_factory=lambda: _process)  # that the next two belong to
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that begins an epoch
     recorder: Recorder = field(default_factory=Recorder)
 
@@ -45,7 +50,6 @@ class LoaderState:
     next_epoch: int = 0
     has_set_epoch: bool = False  # whether the user called set_epoch()
     sample_seed: int | None = None  # of the run that was loaded
-    has_warned: bool = False  # that the position is unknown
 
     # batch/failures.py: of all epochs, in the order in which the caller received the batches
     failed_samples: list[FailedSample] = field(default_factory=list)
@@ -78,8 +82,8 @@ def state_of(loader: Any) -> LoaderState:
         state = attributes.setdefault(_NAME, LoaderState(weakref.ref(loader)))
     if state.owner is None or state.owner() is not loader:
         state = attributes[_NAME] = LoaderState(weakref.ref(loader))
-    if state.pid != os.getpid():  # in a fork, whose parent can hold the lock
-        state.pid, state.lock, state.recorder = os.getpid(), threading.RLock(), Recorder()
+    if state.process is not _process:  # in a fork, whose parent can hold the lock
+        state.process, state.lock, state.recorder = _process, threading.RLock(), Recorder()
     return state
 
 
@@ -97,13 +101,8 @@ def file_cache_of(loader: Any) -> FileCache | None:
         return state.file_cache
 
 
-def explain_cache(loader: Any, why_torch: str | None) -> str:
-    """What the `cache=` of a loader does and has done, for the user.
-
-    Args:
-        loader: The loader.
-        why_torch: Why torch's own iterator reads its dataset, if it does.
-    """
+def explain_cache(loader: Any) -> str:
+    """What the `cache=` of a loader does and has done, for the user."""
     file_cache = file_cache_of(loader)
     if file_cache is None:
         if loader.cache is not None:
@@ -114,8 +113,8 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
             return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
     counts = recorder_of(loader).copied_counts()
-    if why_torch is not None:
-        so_far = [f"what was found is not counted, because torch's own iterator reads: {why_torch}"]
+    if is_data_pipe(loader.dataset):
+        so_far = ["nothing is remembered, because torch's own loader reads DataPipes"]
     elif not counts.num_batches and not counts.cache_misses:
         so_far = ["nothing was read"]
     else:

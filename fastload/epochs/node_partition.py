@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from fastload.system.checks import as_int
-from fastload.system.ranks import number_in, process_group, ranks_of_host
+from fastload.system.ranks import ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,8 +44,8 @@ class NodePartitionSampler(DistributedSampler[int]):
 
     Args:
         dataset: As for torch's sampler; its length is read once.
-        num_replicas: The number of ranks; default: from the process group, else from WORLD_SIZE.
-        rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
+        num_replicas: The number of ranks; default: of the process group.
+        rank: This rank; default: of the process group. The ranks of a node are consecutive:
             ``rank = node * ranks_per_node + local_rank``.
         shuffle: False: a fixed order: node k has the indices k, k + num_nodes, .... All ranks together then
             read the dataset from its beginning to its end, and `drop_last` always drops its last samples.
@@ -61,10 +60,10 @@ class NodePartitionSampler(DistributedSampler[int]):
         num_nodes, ranks_per_node, node, local_rank: The place of this rank.
 
     Raises:
-        RuntimeError: A missing number is in neither the process group nor the environment.
+        RuntimeError: `num_nodes` is missing, and the environment does not have it.
         TypeError: A number is not an integer.
-        ValueError: The nodes have different numbers of ranks, there are fewer samples than nodes, or an
-            argument is out of range.
+        ValueError: The nodes have different numbers of ranks, there are fewer samples than nodes, an argument
+            is out of range, or there is no process group, which a missing number would come from.
     """
 
     def __init__(
@@ -78,16 +77,10 @@ class NodePartitionSampler(DistributedSampler[int]):
         *,
         num_nodes: int | None = None,
     ) -> None:
-        num_replicas = _rank_or_size("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
-        rank = _rank_or_size("rank", rank, "RANK", "get_rank")
-        if num_replicas < 1:
-            raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
-        if not 0 <= rank < num_replicas:
-            raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
-        self.num_nodes = _num_nodes(num_nodes, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, as_int("seed", seed), drop_last)
-        self.ranks_per_node = num_replicas // self.num_nodes
-        self.node, self.local_rank = divmod(rank, self.ranks_per_node)
+        self.num_nodes = _num_nodes(num_nodes, self.num_replicas)
+        self.ranks_per_node = self.num_replicas // self.num_nodes
+        self.node, self.local_rank = divmod(self.rank, self.ranks_per_node)
         self._length = len(dataset)
         if self.num_samples and self._length < self.num_nodes:
             raise ValueError(
@@ -143,56 +136,19 @@ def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64
     return permutation
 
 
-# --- the place of this rank ------------------------------------------------------------------------------
-
-
-def _rank_or_size(argument: str, value: int | None, variable: str, method: str) -> int:
-    """The argument, or the process group's value, or else the environment's.
-
-    Raises:
-        RuntimeError: None of them has it.
-    """
-    group = process_group()
-    if value is not None:
-        return as_int(argument, value)
-    number = number_in(variable) if group is None else int(getattr(group, method)())
-    if number is None:
-        raise RuntimeError(
-            f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
-            "torch.distributed.init_process_group() first, start the script with torchrun, or give "
-            f"{argument}"
-        )
-    return number
-
-
-def _num_nodes(num_nodes: int | None, num_replicas: int) -> int:
-    """The number of nodes.
-
-    Raises:
-        RuntimeError: It is unknown.
-        ValueError: The nodes have different numbers of ranks.
-    """
-    if num_nodes is not None:
-        if as_int("num_nodes", num_nodes) < 1 or isinstance(num_nodes, bool):
-            raise ValueError(f"num_nodes should be an int of at least 1, but got {num_nodes!r}")
-        if num_replicas % num_nodes:
-            raise ValueError(
-                f"every node needs the same number of ranks, but got {num_replicas} ranks on {num_nodes} "
-                "nodes: change num_nodes or num_replicas"
-            )
-        return operator.index(num_nodes)
-    if num_replicas == 1:
-        return 1
-    per_node = ranks_of_host()
-    if per_node is None:
+def _num_nodes(given: int | None, num_replicas: int) -> int:
+    """The number of nodes; see `NodePartitionSampler`."""
+    per_node = 1 if num_replicas == 1 else ranks_of_host() or 0
+    if given is None and not per_node:
         raise RuntimeError(
             "num_nodes is unknown: the environment has no LOCAL_WORLD_SIZE. Start the script with torchrun, "
             "or give num_nodes"
         )
-    nodes = number_in("GROUP_WORLD_SIZE") if number_in("WORLD_SIZE") == num_replicas else None
-    if num_replicas % per_node or (nodes is not None and nodes * per_node != num_replicas):
+    num_nodes = -(-num_replicas // per_node) if given is None else as_int("num_nodes", given)
+    if num_nodes < 1 or num_replicas % num_nodes or (given is None and num_nodes * per_node != num_replicas):
         raise ValueError(
-            f"every node needs the same number of ranks, but this node has {per_node} of {num_replicas} "
-            "ranks: start every node with the same --nproc-per-node, or give num_nodes"
+            f"every node needs the same number of ranks, but got {num_replicas} ranks on {num_nodes} nodes"
+            + (f", of which this one has {per_node}" if given is None else "")
+            + ": change num_nodes, or start every node with the same --nproc-per-node"
         )
-    return num_replicas // per_node
+    return num_nodes

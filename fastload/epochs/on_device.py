@@ -9,6 +9,7 @@ are transformed when the caller asks for them. The random numbers of a transform
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,13 +21,17 @@ from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import state_of
-from fastload.epochs.transform import EpochTransform
 from fastload.errors import LoaderClosedError
+from fastload.nested.tree import map_device_leaves
+from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchDraws, drawing_from
+from fastload.system.torch_private import has_auto_collation, is_compiled
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.epochs.position import Position
     from fastload.epochs.stats import Size
+    from fastload.rng.keys import BatchKey
 
 DEPTH = 2
 
@@ -62,7 +67,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def __init__(self, loader: Any, source: Any, device: tuple[Backend, Any] | None) -> None:
         self.owner = weakref.ref(loader)
         self.source = source
-        self.num_measured_workers = source.num_measured_workers
+        self.num_workers = source.num_workers
         self._device = device
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
@@ -175,3 +180,37 @@ class _FetchedAhead(Iterator[Any]):
     def hand_over(self) -> None:
         """Go to the next fetched batch or error, which the caller takes now."""
         self.num_taken, self.size = self._marks.popleft()
+
+
+class EpochTransform:
+    """A loader's `device_transform` in one epoch.
+
+    Args:
+        loader: The loader.
+        position: The position of the epoch.
+    """
+
+    def __init__(self, loader: Any, position: Position) -> None:
+        function = loader.device_transform
+        self._function = compose(function)
+        self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
+        self._position = position
+        self._auto_collation = has_auto_collation(loader)
+        self._first_call = 0 if loader.batch_transform is None else AFTER_BATCH_TRANSFORM
+
+    def of_fetched(self) -> Callable[[Any], Any]:
+        """The transform of the last fetched batch."""
+        position = self._position
+        index, key = position.fetched_key or ((), position.batch_key(position.fetched_number))
+        return functools.partial(self._call, key, index if self._auto_collation else (index,))
+
+    def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:
+        # New draws for each call: a batch that found no memory on the device is transformed again.
+        with drawing_from(BatchDraws(key, indices, first_call=self._first_call)):
+            transformed = self._function(batch)
+        # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
+        return map_device_leaves(transformed, _cloned) if self._clones else transformed
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_cuda else leaf

@@ -98,7 +98,7 @@ class Order:
         return generator
 
     def set_generators(self, states: Mapping[str, bytes]) -> None:
-        """Set the generators at these places to these states; after an error, none of them has changed.
+        """Set the generators at these places to these states.
 
         Raises:
             ResumeError: There is no generator at one of the places, or a state is not a generator's state.
@@ -108,9 +108,8 @@ class Order:
                 f"the state has a generator of the {place}, but this loader has none there: give "
                 f"the {place} generator=torch.Generator(), as before"
             )
-        ready = {place: self.generator_at(place, state) for place, state in states.items()}
-        for place, generator in ready.items():
-            self.generators[place].set_state(generator.get_state())
+        for place, state in states.items():
+            self.generators[place].set_state(self.generator_at(place, state).get_state())
 
     def set_samplers(self, states: Mapping[str, bytes]) -> None:
         """Set samplers to the states that `sampler_states` returned.
@@ -157,20 +156,12 @@ class Order:
 _RANK_ATTRIBUTES = (("rank", "num_replicas"), ("rank", "world_size"), ("process_index", "num_processes"))
 _MAX_DEPTH = 6
 
-# Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
-# their checksum says nothing about the state of another rank: these facts are compared instead, where both
-# are known. They are saved under these names, and errors name them in these words.
-FACTS = {
-    "batch_size": "batch_size",
-    "num_ranks": "number of ranks",
-    "num_nodes": "number of nodes",
-    "num_samples": "length of the dataset",
-    "seed": "seed of the sampler",
-}
-
 
 def facts_of(loader: DataLoader[Any], generators: Mapping[str, bytes]) -> dict[str, Any]:
-    """What determines the order on every rank, by the names of `FACTS`; None: unknown.
+    """What determines the order on every rank, by name; None: unknown.
+
+    Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
+    their checksum says nothing about the state of another rank: these facts are compared instead.
 
     Args:
         loader: Its sampler, or iterable dataset, is asked now.
@@ -181,10 +172,9 @@ def facts_of(loader: DataLoader[Any], generators: Mapping[str, bytes]) -> dict[s
     num_ranks = sharding_of(loader)[1]
     return {
         "batch_size": _first("batch_size", [loader, *samplers]),
-        "num_ranks": num_ranks,
-        "num_nodes": _first("num_nodes", samplers),
-        "num_samples": None if is_iterable(loader) else length_or_none(loader.dataset),
-        "seed": _seed(loader, samplers, generators, is_split=num_ranks is not None),
+        "number of ranks": num_ranks,
+        "number of nodes": _first("num_nodes", samplers),
+        "seed of the sampler": _seed(loader, samplers, generators, is_split=num_ranks is not None),
     }
 
 

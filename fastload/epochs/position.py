@@ -25,7 +25,7 @@ import torch
 
 from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, DatasetState, keeps_state
 from fastload.epochs.loader_state import state_of
-from fastload.epochs.order import DEFAULT, FACTS, Order, facts_of, length_or_none, sharding_of
+from fastload.epochs.order import DEFAULT, Order, facts_of, length_or_none, sharding_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.checks import as_int, integer
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-VERSION = 7
+VERSION = 8
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_CHECKED = 16  # indices of a batch, about
 _SAME = "the same dataset, sampler and batch_size as before"
@@ -130,7 +130,7 @@ class Position:
     # --- beginning, perhaps in the middle -----------------------------------------------------------------
 
     @classmethod
-    def begin(cls, loader: DataLoader[Any], kind: str, reason: str | None = None) -> Position:
+    def begin(cls, loader: Any, kind: str, reason: str | None = None) -> Position:
         """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
         Args:
@@ -159,10 +159,9 @@ class Position:
         if kind != "local" and not loader.in_order:
             self.why_unresumable = reason or _OUT_OF_ORDER
         self.sample_seed = sample_seed_of(loader)
-        transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
-        if any(transform is not None for transform in transforms):
+        if loader.batch_transform is not None or loader.device_transform is not None:
             self.rank = sharding_of(loader)[0]
-        if getattr(loader, "seeding", "worker") == "sample":
+        if loader.seeding == "sample":
             num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
             self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
         state.next_epoch, state.position = self.epoch + 1, self
@@ -252,21 +251,20 @@ class Position:
         is_of_other_rank = None not in (self.rank, rank) and self.rank != rank
         skips = self.is_within_epoch and self.num_received > 0
         reads_again = any(copy.num_to_read_again for copy in self.dataset_states or ())
-        is_split = None not in (facts["num_ranks"], self.facts["num_ranks"])
+        is_split = None not in (facts["number of ranks"], self.facts["number of ranks"])
         is_compared = {
             "batch_size": skips and (reads_again or not is_iterable(loader)),
-            "num_ranks": skips,
-            "num_nodes": skips,
-            "num_samples": skips and is_of_other_rank,
-            "seed": is_of_other_rank and (skips or not is_split),
+            "number of ranks": skips,
+            "number of nodes": skips,
+            "seed of the sampler": is_of_other_rank and (skips or not is_split),
         }
-        for name, description in FACTS.items():
-            saved, own = self.facts[name], facts[name]
+        for name, own in facts.items():
+            saved = self.facts[name]
             if is_compared[name] and None not in (saved, own) and saved != own:
                 raise ResumeError(
-                    f"the state was saved by a loader with {description} {saved}, after "
-                    f"{self.num_received} batches, but this loader has {own}: give it {saved}, or load a "
-                    "state that was saved between two epochs, or one for each rank"
+                    f"the state was saved by a loader with {name} {saved}, after {self.num_received} "
+                    f"batches, but this loader has {own}: give it {saved}, or load a state that was saved "
+                    "between two epochs, or one for each rank"
                 )
         return is_of_other_rank
 
@@ -552,7 +550,7 @@ def why_unresumable(loader: DataLoader[Any]) -> str | None:
     )
 
 
-def has_dataset_states(loader: DataLoader[Any]) -> bool:
+def has_dataset_states(loader: Any) -> bool:
     """Whether a state of the loader has a state of each worker's copy of the dataset.
 
     Worker threads share the dataset, so a batch has no state of its own. A module's `state_dict()` has its
@@ -560,7 +558,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if is_iterable(loader):
         return True
-    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
+    pool_type = pool_type_of(loader.worker_type)
     shares = loader.num_workers > 0 and pool_type.uses_threads
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
@@ -673,20 +671,18 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
 
 
 def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
-    """Warn once if a subclass makes its own iterators, whose batches are not counted.
+    """Warn, once for each class, if a subclass makes its own iterators, whose batches are not counted.
 
     An error would end training while it saves a checkpoint.
     """
     state, kind = state_of(loader), type(loader)
-    is_known = state.position is not None or state.loaded is not None or state.has_warned
+    is_known = state.position is not None or state.loaded is not None
     methods: list[Any] = [kind.__iter__, kind._get_iterator]
     is_ours = all(method.__module__.startswith("fastload.") for method in methods)
     if is_known or (is_ours and not is_data_pipe(loader.dataset)):
         return
-    state.has_warned = True
-    log.warning(
-        "the state of this %s is that of the beginning of an epoch. If it makes its iterators by itself, its "
-        "position is unknown: define state_dict() and load_state_dict() in the class, or take the batches "
-        "from super().__iter__() and super()._get_iterator()",
-        kind.__name__,
+    say_once(
+        f"the state of this {kind.__name__} is that of the beginning of an epoch. If it makes its iterators "
+        "by itself, its position is unknown: define state_dict() and load_state_dict() in the class, or take "
+        "the batches from super().__iter__() and super()._get_iterator()"
     )

@@ -61,10 +61,9 @@ class LoaderStats:
         wait_share: Waits as a share of waits and steps: 0 if data was always ready, close to 1 if the
             consumer only waits. None if there was no wait.
         worker_utilization: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
-            count when the consumer takes them from their worker. None without workers and with torch's own.
+            count when the consumer takes them from their worker. None without workers.
         cache_hits: Samples of `CachedDataset`s, or files of a loader with `cache=`, found in the cache,
-            including those of prefetched batches that no caller received. None if none was read, and with
-            torch's own iterators.
+            including those of prefetched batches that no caller received. None if none was read.
         cache_misses: Samples read from their source, or files that were decoded, as above.
         miss_reasons: Of files that were decoded: why, and how often.
         num_copies: Batches copied because slots were scarce (the caller holds many batches, or
@@ -226,13 +225,13 @@ class Clock:
     def __init__(
         self,
         recorder: Recorder,
-        num_workers: int | None,
+        num_workers: int,
         began_ns: int,
         look: Callable[[bool], object] = bool,
     ) -> None:
         self.recorder = recorder
         self._look = look
-        self._num_workers = num_workers or 0
+        self._num_workers = num_workers
         # When the loader last returned to its caller, at first from iter(loader).
         self._returned_ns = time.perf_counter_ns()
         self._iter_ns = self._returned_ns - began_ns

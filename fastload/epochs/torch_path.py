@@ -7,6 +7,7 @@ is counted, but cannot be resumed in the middle.
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from fastload.batch.failures import FailureCount
 from fastload.batch.packing import nbytes_of
 from fastload.epochs.iterator import EpochIterator, raise_remote
-from fastload.epochs.loader_state import file_cache_of, state_of
+from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position
 from fastload.memory.lease import BufferPool
 from fastload.system import torch_private
@@ -24,11 +25,11 @@ from fastload.workers.messages import ReplyKind
 from fastload.workers.settings import plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fastload.batch.plan import Plan
     from fastload.epochs.stats import Size
-    from fastload.workers.messages import BatchReply
+    from fastload.workers.messages import BatchReply, WorkerCounters
 
 
 def torch_iterator(
@@ -54,6 +55,7 @@ def torch_iterator(
     iterator = TorchIterator(twin)
     iterator.owner, iterator.reason, iterator.file_cache = weakref.ref(loader), reason, file_cache
     iterator.failures = FailureCount(loader, state_of(loader).failed_samples)
+    iterator.num_workers, iterator.count = loader.num_workers, recorder_of(loader).add
     return iterator
 
 
@@ -64,11 +66,13 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
         reason: Why the loader must use torch's iterator.
         file_cache: What the loader's `cache` is.
         failures: Those of the epoch.
+        count: Called with what workers count.
     """
 
     reason: str
     file_cache: Any = None
     failures: FailureCount
+    count: Callable[[WorkerCounters], None]
     _shutdown = True  # torch's: until there is something to stop, or its __del__ would fail after an error
 
     def _next_data(self) -> Any:
@@ -82,6 +86,7 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
             except Exception:
                 self.position.fetched(None)  # a caller who continues after an error gets the next batch
                 raise
+            self.count(reply.counters)
             if reply.kind is ReplyKind.ENDED:
                 self._ended.add(worker)
                 if len(self._ended) == self._num_workers:
@@ -156,10 +161,12 @@ class WholeBatches:
         self._buffers = BufferPool(self._plan.max_bytes // self._plan.num_workers)
         self._maker = BatchMaker(worker_id, self._plan.load, self._buffers, None)
         self._maker.begin()
+        self._idle_since_ns = time.perf_counter_ns()
 
     def __getitem__(self, task: _Task) -> tuple[int, int, Any, BatchReply]:
         """The number of the batch, the worker, and the reply, whose payload torch may pin."""
         epoch, number, index, key = task
+        self._maker.waited(self._idle_since_ns)
         if self._epoch != epoch:
             self._maker.begin_epoch(None, None)
             self._epoch = epoch
@@ -167,6 +174,7 @@ class WholeBatches:
         reply = self._maker.make(index, key)
         self._buffers.end()
         payload, reply.payload = reply.payload, None
+        self._idle_since_ns = time.perf_counter_ns()
         return number, self._id, payload, reply
 
 

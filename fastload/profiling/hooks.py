@@ -227,8 +227,7 @@ def _hooked_collate(collate: Any) -> Any:
     it stays the outermost function, around a probed one.
     """
     if type(collate) is LoaderCollate:
-        lost, channels_last = collate._fastload_note
-        return LoaderCollate(_hooked_collate(own_collate(collate)), lost, channels_last=channels_last)
+        return LoaderCollate(_hooked_collate(own_collate(collate)), collate._fastload_lost)
     name = getattr(collate, "__qualname__", type(collate).__qualname__)
     hooked = probe(collate, (probes.COLLATE, name))
     hooked._is_hooked = True

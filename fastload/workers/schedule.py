@@ -25,7 +25,6 @@ class Schedule:
         in_order: Whether batches are delivered in the order of the requests.
 
     Attributes:
-        num_assigned: The batches that were requested.
         pending: The workers of the requests whose replies were not yet removed, the oldest first.
     """
 
@@ -34,7 +33,6 @@ class Schedule:
         self._cursor = first_worker
         self._in_order = in_order
         self.pending: deque[int] = deque()
-        self.num_assigned = 0
 
     def assign(self) -> int | None:
         """Choose the worker of a new request; None when no worker is active."""
@@ -46,7 +44,6 @@ class Schedule:
                 return None
             worker = active[0] if self._in_order else min(active, key=self.pending.count)
         self._cursor = (worker + 1) % num_workers
-        self.num_assigned += 1
         self.pending.append(worker)
         return worker
 

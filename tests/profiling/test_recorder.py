@@ -143,7 +143,7 @@ SHUFFLED: dict[str, Any] = BATCHES | {"shuffle": True, "generator": torch.Genera
 WORKER, WORKERS = BATCHES | {"num_workers": 1}, BATCHES | {"num_workers": 2}
 LASTING = SHUFFLED | {"num_workers": 2, "persistent_workers": True}
 SERVED = SHUFFLED | {"num_workers": 1, "multiprocessing_context": "forkserver"}
-CHANNELS_LAST = BATCHES | {"memory_format": torch.channels_last}
+CARRIED = BATCHES | {"max_prefetch_memory": "1GB"}
 ALONE: dict[str, Any] = {"batch_size": None}
 QUICK, BLURRED = zoo.Quick(), zoo.slow_transform()
 STREAM, WORDS = Numbers(), [str(number) for number in range(40)]
@@ -154,7 +154,7 @@ LOADED: list[tuple[str, Any, dict[str, Any], int, str]] = [
     *((kind, QUICK, SERVED, 24, "collate") for kind in LOADERS),
     ("fastload", QUICK, WORKER | {"worker_type": "thread"}, 24, "collate"),
     ("fastload", QUICK, BATCHES | {"device": "cpu", "device_transform": list}, 24, "collate"),
-    *((kind, QUICK, CHANNELS_LAST, 24, "collate") for kind in ("accelerate", "ray")),
+    *((kind, QUICK, CARRIED, 24, "collate") for kind in ("accelerate", "ray")),
     ("torch", STREAM, BATCHES, 5, ""),
     *((kind, STREAM, WORKERS, 6, "") for kind in LOADERS),
     ("fastload", QUICK, ALONE, 96, ""),

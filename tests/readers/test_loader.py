@@ -192,16 +192,15 @@ def test_batches_are_those_of_torch_and_files_are_decoded_once(
         forget_stores()  # as another process begins
         assert misses(dataset, name) == 0
         forget_stores()
-    if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
-        number = len(dataset) if kind != "stream" else SIZE
-        if options.get("persistent_workers") and cache == "disk":
-            # There, a worker can ask for a file before another one has committed its last batch.
-            assert stats.cache_misses is not None
-            assert number <= stats.cache_misses < 2 * number
-        else:
-            assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
-        assert stats.miss_reasons == {"new": stats.cache_misses}
-        assert "hits" in str(stats)
+    number = len(dataset) if kind != "stream" else SIZE
+    if options.get("persistent_workers") and cache == "disk":
+        # There, a worker can ask for a file before another one has committed its last batch.
+        assert stats.cache_misses is not None
+        assert number <= stats.cache_misses < 2 * number
+    else:
+        assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
+    assert stats.miss_reasons == {"new": stats.cache_misses}
+    assert "hits" in str(stats)
 
 
 def misses(dataset: Any, cache: str) -> int:
@@ -561,19 +560,12 @@ class TestExplain:
         assert "@fastload.remember" in text
         assert "cv2.imread" in text
 
-    def test_torchs_own_iterator_counts_nothing_and_says_so(self, folder: Path) -> None:
-        """Where torch's workers read, explain() does not claim that nothing was remembered."""
-        options: Any = {"num_workers": 1, **torchs_own.FORK}
-        with fastload.DataLoader(Photos(folder), 4, cache="ram", **options) as loader:
-            list(loader)
-            assert "OwnFork" in loader.explain()
-
-    def test_a_data_pipe_without_workers_counts_nothing_either(self, folder: Path) -> None:
+    def test_a_data_pipe_is_not_remembered_and_it_says_so(self, folder: Path) -> None:
         """It is read by torch's own iterator."""
         pipe = tud.datapipes.map.SequenceWrapper(Photos(folder), deepcopy=False)
         with fastload.DataLoader(pipe, 4, cache="ram") as loader:
             list(loader)
-            assert "is not counted, because torch's own iterator reads" in loader.explain()
+            assert "so far: nothing is remembered, because torch's own loader reads" in loader.explain()
 
     def test_it_names_functions_that_the_program_wrapped(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -98,7 +98,7 @@ def test_a_generator_that_has_not_begun_changes_no_state(kind: type[Any], *, is_
 
 @pytest.mark.parametrize("kind", [TorchsOwn, Loop])
 def test_the_position_of_other_iterators_is_a_warning(kind: type[Any], caplog: Any) -> None:
-    """Once for each loader; the state is that of the beginning of an epoch. Its own state_dict() is none."""
+    """Once for each class; the state is that of the beginning of an epoch. Its own state_dict() is none."""
 
     class WithState(kind):  # type: ignore[misc]
         def state_dict(self) -> dict[str, Any]:

@@ -168,6 +168,6 @@ def test_a_state_names_the_seed_of_the_epoch_s_beginning(owner: str) -> None:
     if generator is not None:
         generator.manual_seed(6)
 
-    assert loader.state_dict()["facts"]["seed"] == 5
+    assert loader.state_dict()["facts"]["seed of the sampler"] == 5
     list(iterator)
-    assert loader.state_dict()["facts"]["seed"] == 6  # the next epoch begins with it
+    assert loader.state_dict()["facts"]["seed of the sampler"] == 6  # the next epoch begins with it

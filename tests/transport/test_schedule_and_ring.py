@@ -208,7 +208,6 @@ class Transport(RuleBasedStateMachine):
             self.turn = worker + 1
             self.waiting.append((self.num_assigned, worker))
             self.num_assigned += 1
-            assert self.schedule.num_assigned == self.num_assigned
 
     def _num_pending(self, worker: int) -> int:
         return len(self.sent[worker]) + sum(other == worker for _, other in self.waiting)
