@@ -144,17 +144,6 @@ def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
     assert epoch == again
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any]) -> None:
-    """Two epochs, whose draws differ, and so do those of all batches and positions."""
-    first = drawn(2, **options)
-
-    assert first == drawn(2, **options)
-    assert len({draw for epoch in first for _, draw in epoch}) == 2 * NUM_SAMPLES
-    assert first != drawn(2, generator=seeded(6))
-
-
 @pytest.mark.parametrize("seeding", ["worker", "sample"])
 def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with copies ahead, each batch has the draws that it has on the CPU."""
