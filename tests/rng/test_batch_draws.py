@@ -11,7 +11,6 @@ import torch
 from fastload import DataLoader
 from fastload.rng.batch_draws import BatchDraws, draw_uniforms, drawing_from
 from fastload.rng.keys import BatchKey
-from tests.device.fake import FakeBackend
 from tests.kit.batches import read_epoch
 from tests.kit.datasets import Made
 from tests.resume.loaders import seeded
@@ -145,13 +144,9 @@ def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
 
 
 @pytest.mark.parametrize("seeding", ["worker", "sample"])
-def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, fake: Any) -> None:
     """On a device with copies ahead, each batch has the draws that it has on the CPU."""
-    fake = FakeBackend()
-    monkeypatch.setattr("fastload.epochs.on_device.choose_backend", lambda *_: fake)
-
     assert drawn(seeding=seeding, device="cuda", before=fake.drain) == drawn(seeding=seeding)
-    fake.check()
 
 
 def unreadable(index: int) -> torch.Tensor:
