@@ -201,6 +201,20 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The device of every loader with device="cuda"; at the end nothing was used without order."""
+    from fastload.epochs import on_device
+    from fastload.system import logs
+    from tests.device.fake import FakeBackend
+
+    backend = FakeBackend()
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, _: None if device == "cpu" else backend)
+    logs.say_once.cache_clear()
+    yield backend
+    backend.check()
+
+
+@pytest.fixture
 def lends_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small leaves lie in slots and in buffers, too: batches of a few bytes then show what is lent."""
     from fastload.batch import packing

@@ -25,11 +25,10 @@ from torch.utils.data import ConcatDataset, Subset
 import fastload
 from fastload import DataLoader
 from fastload.batch.packing import nbytes_of
-from fastload.epochs import on_device, stats
+from fastload.epochs import stats
 from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import WorkerCounters
-from tests.device.fake import FakeBackend
 from tests.faults import zoo
 from tests.kit import datasets, torchs_own
 from tests.kit.batches import read_epoch
@@ -167,10 +166,8 @@ def test_restarted_workers_and_copies_count(tmp_path: Any) -> None:
         assert 0 < loader.stats().num_copies <= 16
 
 
-def test_a_transform_that_fails_on_the_device_counts_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transform_that_fails_on_the_device_counts_no_batch(fake: Any) -> None:
     """The sizes of the other batches stay with their batches."""
-    fake = FakeBackend()
-    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
 
     def fails(batch: Any) -> Any:
         if int(batch[0, 0]) == 4:

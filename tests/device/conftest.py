@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from fastload.epochs import on_device
-from fastload.system import logs
-from tests.device.fake import FakeBackend
 from tests.device.loaders import Place
 
 if TYPE_CHECKING:
@@ -32,16 +29,6 @@ def cuda_is_awake(request: pytest.FixtureRequest) -> None:
         torch.ones(8).pin_memory()
         torch.cuda.Stream()
         torch.cuda.synchronize()
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
-    """The device of every loader with device="cuda"; at the end nothing was used without order."""
-    backend = FakeBackend()
-    monkeypatch.setattr(on_device, "choose_backend", lambda device, _: None if device == "cpu" else backend)
-    logs.say_once.cache_clear()
-    yield backend
-    backend.check()
 
 
 @pytest.fixture(params=["fake", CUDA])

@@ -110,37 +110,3 @@ class TimedBackend:
 
     def unregister(self, address: int) -> str:
         return ""
-
-
-class TimedLoader:
-    """Batches of a worker that is at most `ahead` batches ahead, and can be asked for without waiting."""
-
-    def __init__(self, clock: Clock, costs_ms: list[float], ahead: int = 2) -> None:
-        self._clock = clock
-        self._costs_ns = [round(cost * MS) for cost in costs_ms]
-        self._taken_ns = [0] * ahead  # when each batch was taken; the worker starts with `ahead` of them
-        self._ready_ns = 0  # when the next one is there
-        self._number = 0
-        self._make()
-
-    def _make(self) -> None:
-        if self._number < len(self._costs_ns):
-            begin_ns = max(self._ready_ns, self._taken_ns[self._number])
-            self._ready_ns = begin_ns + self._costs_ns[self._number]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        if self._number == len(self._costs_ns):
-            raise StopIteration
-        self._clock.now_ns = max(self._clock.now_ns, self._ready_ns)
-        self._taken_ns.append(self._clock.now_ns)
-        self._number += 1
-        self._make()
-        return torch.tensor([self._number - 1])
-
-    def poll(self) -> tuple[torch.Tensor] | None:
-        if self._number < len(self._costs_ns) and self._clock.now_ns < self._ready_ns:
-            return None
-        return (next(self),)

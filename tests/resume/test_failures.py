@@ -16,23 +16,11 @@ from fastload import DataLoader
 from fastload.epochs import on_device
 from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SharedMemoryError
 from fastload.workers import process_pool
-from tests.device.fake import FakeBackend
 from tests.kit import torchs_own
 from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
 from tests.resume.loaders import make as make_kind
 from tests.resume.zoo import Faulty, Numbers, Stateful, Stream, stream
 from tests.rng.draws_zoo import Dice
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A device to which loaders with device= copy ahead."""
-    fake = FakeBackend()
-    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
-    yield fake
-    fake.drain()
-    fake.check()
-
 
 # --- an iter(loader) that fails changes nothing ----------------------------------------------------------
 

@@ -13,9 +13,7 @@ from torch.utils.data import Sampler, default_collate
 from fastload import DataLoader
 from fastload.cache import file_cache
 from fastload.device import pinning
-from fastload.epochs import on_device
 from fastload.errors import TooManyFailuresError
-from tests.device.fake import FakeBackend
 from tests.faults import test_signals
 from tests.kit import torchs_own
 from tests.resume.loaders import labels, make
@@ -102,17 +100,7 @@ def loader_of(mode: str, **options: Any) -> DataLoader:
     return DataLoader(**usual | MODES[mode] | options)
 
 
-@pytest.fixture(autouse=True)
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A device to which loaders with device="cuda" copy ahead."""
-    fake = FakeBackend()
-    real = on_device.choose_backend
-    monkeypatch.setattr(
-        on_device, "choose_backend", lambda device, asker: fake if device == "cuda" else real(device, asker)
-    )
-    yield fake
-    fake.drain()
-    fake.check()
+pytestmark = pytest.mark.usefixtures("fake")
 
 
 def taken_until_error(iterator: Any, error: Any) -> list[Any]:

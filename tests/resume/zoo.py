@@ -233,17 +233,6 @@ class StartsLate(StartsOver):
         self.position = range(len(self.samples) + 1)[state["position"]]
 
 
-class Fixed(StartsOver):
-    """Another one, whose state never changes, and cannot be taken before iter()."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"seed": 3}
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        assert state == {"seed": 3}
-        assert self.samples
-
-
 class ContinuesOnce(HasPosition, Mute):
     """A stream that is its own iterator, and needs its state before iter()."""
 

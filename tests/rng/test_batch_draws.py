@@ -11,7 +11,6 @@ import torch
 from fastload import DataLoader
 from fastload.rng.batch_draws import BatchDraws, draw_uniforms, drawing_from
 from fastload.rng.keys import BatchKey
-from tests.device.fake import FakeBackend
 from tests.kit.batches import read_epoch
 from tests.kit.datasets import Made
 from tests.resume.loaders import seeded
@@ -144,25 +143,10 @@ def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
     assert epoch == again
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any]) -> None:
-    """Two epochs, whose draws differ, and so do those of all batches and positions."""
-    first = drawn(2, **options)
-
-    assert first == drawn(2, **options)
-    assert len({draw for epoch in first for _, draw in epoch}) == 2 * NUM_SAMPLES
-    assert first != drawn(2, generator=seeded(6))
-
-
 @pytest.mark.parametrize("seeding", ["worker", "sample"])
-def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, fake: Any) -> None:
     """On a device with copies ahead, each batch has the draws that it has on the CPU."""
-    fake = FakeBackend()
-    monkeypatch.setattr("fastload.epochs.on_device.choose_backend", lambda *_: fake)
-
     assert drawn(seeding=seeding, device="cuda", before=fake.drain) == drawn(seeding=seeding)
-    fake.check()
 
 
 def unreadable(index: int) -> torch.Tensor:

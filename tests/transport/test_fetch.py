@@ -156,19 +156,6 @@ class KeepsBatches:
         return batch, sum(kept.tolist() != values for kept, values in self.kept)
 
 
-class OwnGetItem(fastload.CachedDataset):
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index) * 100
-
-
-class OwnGetItems(fastload.CachedDataset):
-    def __getitems__(self, indices: Any) -> Any:
-        return [self[index] * 100 for index in indices]
-
-
-OWN_READERS = [OwnGetItem, OwnGetItems]
-
-
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
     """An error whose attributes cannot be set, with a path that is none."""
@@ -260,17 +247,6 @@ def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> Non
 
     assert [changed for _, changed in batches] == [0] * 20
     assert [batch[0, 0].item() for batch, _ in batches] == list(range(0, 80, 4))
-
-
-@pytest.mark.parametrize("kind", OWN_READERS)
-@pytest.mark.parametrize(("is_subset", "num_workers"), [(False, 0), (True, 1)])
-def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, is_subset: bool, num_workers: int) -> None:
-    """The gather serves the original methods alone."""
-    dataset = kind(datasets.Made(array, 8))
-    read = tud.Subset(dataset, range(8)) if is_subset else dataset
-    loader = fastload.DataLoader(read, 4, num_workers=num_workers)
-    for _ in range(2):  # from the source, then from the cache
-        assert [batch[:, 0].tolist() for batch in loader] == [[0, 100, 200, 300], [400, 500, 600, 700]]
 
 
 def _fails(loader: Any, error: Any) -> Any:
