@@ -104,7 +104,8 @@ def test_values_of_every_kind_are_read(tmp_path: Path) -> None:
     for number, dataset in enumerate(
         (Made(values, 5), Everything(7), Made(lambda index: index, 1), Images(0))
     ):
-        build_lmdb(dataset, tmp_path / str(number), num_workers=0).close()
+        probed = {0: dataset.sample(0)} if len(dataset) else {}  # padding of long doubles differs each time
+        build_lmdb(dataset, tmp_path / str(number), num_workers=0, probed=probed).close()
         assert_reads(tmp_path / str(number), {index: dataset.sample(index) for index in range(len(dataset))})
     leaves: tuple[Leaf, ...] = flatten(values(0))[0].leaves
     assert {leaf.kind for leaf in leaves} == {*BARE_KINDS, "array", "tensor", "scalar"}

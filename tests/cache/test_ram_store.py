@@ -303,55 +303,16 @@ def test_the_larger_of_two_limits_holds(limit: int, start: Any) -> None:
 # --- values of any size -----------------------------------------------------------------------------------
 
 
-def test_a_value_larger_than_a_table_has_one_of_its_own() -> None:
-    """Made of room that nothing has taken; small ones are stored beside it, all within the limit."""
+def test_a_value_larger_than_a_table_is_not_kept() -> None:
+    """A store holds few of those at most; it makes no room for them, and small ones are stored."""
     store = shared()
     assert store._table_bytes == 128 * KB
-    large, files = array_of(1, 400 * KB), files_in(store)
-    assert files.put(key_of(1), large, 1)
-    assert files.put(key_of(2), array_of(2, 100 * KB), 2)
-    more = put(store, range(10, 50))
-    assert len(more) > 30
-    stored: Any = files.get(key_of(1))
-    assert np.array_equal(stored.array, large)
-    assert right(store, more) == more
-    assert sum(table.arena.max_bytes for table in store._tables) <= MB
-    assert store.nbytes <= MB
-    assert not files.put(key_of(3), array_of(3, MB), 3)
-
-
-def test_a_table_that_holds_something_does_not_make_room_for_a_large_value() -> None:
-    """Only tables that are empty, or that could go for any other value."""
-    store = shared()
-    stored = put(store, range(200))
-    assert not files_in(store).put(key_of(1000), array_of(1000, 400 * KB), 1000)
-    assert right(store, range(200)) == stored
-
-
-def test_workers_ask_for_the_size_that_they_need(start: Any) -> None:
-    """The owner makes such a table at its next poll, and they store the next value of the size."""
-    store = shared()
-    job = start(lambda: (store, store._owner_pid))
-    assert job.answer() == os.getpid()
-
-    numbers = [7 * 1000, 7 * 1001]
-    assert job.ask(put_large, numbers) == [False, False]
-    store.poll()
-    assert job.ask(put_large, numbers) == [True, False]
-    store.poll()
-    assert job.ask(put_large, numbers) == [True, True]
-    assert all(
-        np.array_equal(files_in(store).get(key_of(n)).array, array_of(n, 300 * KB))  # type: ignore[union-attr]
-        for n in numbers
-    )
-
-
-def put_large(store: Any, numbers: Iterable[int]) -> list[bool]:
     files = files_in(store)
-    return [
-        files.get(key_of(number)) is not None or files.put(key_of(number), array_of(number, 300 * KB), number)
-        for number in numbers
-    ]
+    assert not files.has_room(400 * KB)
+    assert not files.put(key_of(1), array_of(1, 400 * KB), 1)
+    assert not store.is_short
+    assert files.put(key_of(2), array_of(2, 100 * KB), 2)
+    assert put(store, range(10, 50)) == list(range(10, 50))
 
 
 # --- letting go -------------------------------------------------------------------------------------------

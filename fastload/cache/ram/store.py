@@ -6,8 +6,8 @@ The store consists of tables, each in a segment of its own (see `table`), which 
 1. A process reads all tables, and appends to the oldest one that has room. It holds what it found, and the
    memory of a table goes with the last process that holds it, never under a reader.
 2. The process that opens the store makes tables up to its limit; unwritten ones take no memory. Workers make
-   none, because they end too early. One that finds no room says so in the newest table, and how much it
-   needs: a record that is larger than a table gets one of its own.
+   none, because they end too early. One that finds no room says so in the newest table. A record that is
+   larger than a table, an eighth of the limit, is not kept.
 3. The tables that a process sees stay together within its own limit, so the largest limit of all processes
    holds, and each one watches the free memory of the machine while it fills a table.
 4. Nothing is evicted singly. When there is no room, a table goes as a whole: one in which nobody has found
@@ -32,7 +32,7 @@ import numpy as np
 
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena, reserve_bytes
-from fastload.cache.ram.table import Table, home_and_tag, table_bytes_for
+from fastload.cache.ram.table import Table, home_and_tag
 from fastload.errors import SharedMemoryError
 from fastload.memory import segment
 from fastload.readers.decode_cache import FULL
@@ -54,7 +54,6 @@ _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is lef
 _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S = 1.0  # after a vain attempt
-_REFUSE_S = 0.1
 _HOLD_EVERY_S = 0.5
 _IDLE_S = 300.0
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
@@ -133,7 +132,6 @@ class SharedStore:
         self._changed_ns: int | None = None  # of the registry, when it was looked at
         self._looked_s = self._look_at_s = self._grow_at_s = 0.0
         self._is_closed = False
-        self._refused = 0, -_REFUSE_S  # the size of what had no room, and when
         self._locks: dict[int, threading.RLock] = {}  # by process: a fork can copy a held one
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -174,27 +172,21 @@ class SharedStore:
     def put(self, key: bytes, parts: Sequence[Any]) -> bool:
         """Store a record; False if there is no room. Other processes find it at once."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
-        if table_bytes_for(nbytes) > self.max_bytes:
-            return False
         if self._append(key, parts, nbytes):
             return True
         if self.is_owner:
             self.poll()
         else:
             self._look(time.monotonic(), _LOOK_WHEN_FULL_EVERY_S)
-        if self._append(key, parts, nbytes):
-            return True
-        if not any(table.has_room(nbytes) and not table.lacks_memory for table in self._tables):
-            self._refused = nbytes, time.monotonic()
-        return False
+        return self._append(key, parts, nbytes)
 
     def _append(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
         tables = self._tables
-        for table in tables:
-            if table.has_room(nbytes) and table.put(key, parts, nbytes):
-                return True
-        if tables and not tables[-1].has_room(nbytes):
-            tables[-1].ask_for_more(nbytes)
+        if any(table.has_room(nbytes) and table.put(key, parts, nbytes) for table in tables):
+            return True
+        fits = nbytes < self._table_bytes  # else no table that is made would have room
+        if fits and tables and not tables[-1].is_short and not tables[-1].has_room(nbytes):
+            tables[-1].arena.expect_short()
         return False
 
     def flush(self) -> None:
@@ -205,10 +197,8 @@ class SharedStore:
         return np.array([self.get(key.tobytes()) is not None for key in keys], bool)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether it is worth preparing a record of this size: nothing as small was refused a moment ago."""
-        refused_bytes, refused_s = self._refused
-        is_worth_it = nbytes < refused_bytes or time.monotonic() > refused_s + _REFUSE_S
-        return is_worth_it and not self._is_closed
+        """Whether it is worth preparing a record of this size."""
+        return any(table.has_room(nbytes) for table in self._tables)
 
     @property
     def is_short(self) -> bool:
@@ -297,12 +287,12 @@ class SharedStore:
                 registry.hold(arena)
             yield Table(arena)
 
-    def _make_tables(self, needed_bytes: int = 0) -> None:
-        """Make tables up to the limit, the first one as large as needed."""
-        room_bytes, next_bytes = self._room_bytes, max(self._table_bytes, needed_bytes)
+    def _make_tables(self) -> None:
+        """Make tables up to the limit."""
+        room_bytes = self._room_bytes
         try:
             while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
-                wanted_bytes, next_bytes = min(room_bytes, next_bytes), self._table_bytes
+                wanted_bytes = min(room_bytes, self._table_bytes)
                 table = Table.create(wanted_bytes, self._name, self._reserved_bytes)
                 registry.hold(table.arena)
                 self._tables += (table,)
@@ -328,32 +318,19 @@ class SharedStore:
                 # Without a registry, workers would not find a table that is made now.
                 if not is_alone or (self._tables and not self._tables[-1].is_short):
                     return
-                wanted_bytes = self._tables[-1].wanted_bytes if self._tables else 0
-                least_bytes = int(self._table_bytes * _MIN_TABLE_SHARE)
-                needed_bytes = max(least_bytes, table_bytes_for(wanted_bytes) if wanted_bytes else 0)
-                if (going := self._to_retire(now_s, needed_bytes)) is None:
-                    return
-                for table in going:
-                    table.arena.retire()
-                self._tables = tuple(table for table in self._tables if table not in going)
-                self._make_tables(needed_bytes)
-                self._grow_at_s = 0.0
+                for table in sorted(self._tables, key=lambda table: table.used_s):
+                    has_room = self._room_bytes >= self._table_bytes * _MIN_TABLE_SHARE
+                    if not has_room and now_s - table.used_s > _IDLE_S:
+                        table.arena.retire()
+                        self._tables = tuple(each for each in self._tables if each is not table)
+                num_tables = len(self._tables)
+                self._make_tables()
+                if len(self._tables) > num_tables:
+                    self._grow_at_s = 0.0
         except SharedMemoryError as error:
             log.info("cache: no further table of decoded files: %s", str(error))
         finally:
             self._lock().release()
-
-    def _to_retire(self, now_s: float, needed_bytes: int) -> list[Table] | None:
-        """The tables that go, those used the longest ago, so that a table has room; None if too few can."""
-        going: list[Table] = []
-        room_bytes = self._room_bytes
-        is_large = needed_bytes > self._table_bytes  # empty tables make room for it
-        for table in sorted(self._tables, key=lambda table: (not table.is_empty, table.used_s)):
-            can_go = (is_large and table.is_empty) or now_s - table.used_s > _IDLE_S
-            if room_bytes < needed_bytes and can_go:
-                going.append(table)
-                room_bytes += table.arena.max_bytes
-        return going if room_bytes >= needed_bytes else None
 
 
 def _unpickle(

@@ -2,8 +2,7 @@
 
 In the space of the segment (see `arena`):
 
-    words     64 words of 8 bytes: the largest record that had no room, and when a record was found last, and
-              a loader needed the table last
+    words     64 words of 8 bytes: when a record was found last, and a loader needed the table last
     levels    hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes, each at the index that is its size
     records
 
@@ -23,7 +22,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.ram.arena import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Arena, Cursor, claimed_bytes
+from fastload.cache.ram.arena import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Arena, claimed_bytes
 from fastload.cache.records import ALIGNMENT_BYTES
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, round_up
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 MIN_TABLE_BYTES = 1 << 20
 
 KIND = "files"
-_WANTED_BYTES, _HIT_MS, _KEPT_MS = range(3)  # words
+_HIT_MS, _KEPT_MS = range(2)  # words
 _NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
 _MEAN_RECORD_BYTES = 1024  # smaller records fill a table earlier
 _MAX_PROBES = 64
@@ -53,11 +52,6 @@ def home_and_tag(key: bytes) -> tuple[int, int]:
     """Where the search for a key starts in every level, and what its entry holds of it."""
     low, high = _KEY.unpack(key)
     return low & _HOME_MASK, high >> _TAG_SHIFT
-
-
-def table_bytes_for(nbytes: int) -> int:
-    """The size of a table in which a record of ``nbytes`` has room."""
-    return claimed_bytes(nbytes) + _ENTRY_COST_BYTES + _taken_bytes()
 
 
 def _taken_bytes() -> int:
@@ -81,7 +75,6 @@ class Table:
 
     Attributes:
         arena: As given.
-        lacks_memory: Whether the machine had too little memory for what this process wanted to store last.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -91,7 +84,6 @@ class Table:
         self._levels: tuple[int, ...] = ()  # those in use, the newest first
         self._next_level_at = 1  # records
         self._is_hit, self._touch_at_s = False, 0.0
-        self.lacks_memory = False
 
     @classmethod
     def create(cls, max_bytes: int, name: str, reserved_bytes: int) -> Table:
@@ -160,30 +152,16 @@ class Table:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` fits, and will stay."""
-        is_open = not self.arena.is_full and not self.arena.is_retired
-        return is_open and self.arena.allows(_after(self.arena.cursor, claimed_bytes(nbytes)))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was ever stored."""
-        return not self._num_records[0]
+        arena, space_bytes = self.arena, claimed_bytes(nbytes)
+        if arena.is_full or arena.is_retired:
+            return False
+        after = arena.cursor.after(space_bytes, space_bytes + _ENTRY_COST_BYTES)
+        return arena.allows(after) and arena.can_grow(space_bytes, _log_stopped)
 
     @property
     def is_short(self) -> bool:
-        """Whether something had no room, or its memory was lacking."""
+        """Whether something had no room."""
         return bool(self.arena.cursor.is_short)
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The size of the largest record that had no room."""
-        return int(self._entries[_WANTED_BYTES])
-
-    def ask_for_more(self, nbytes: int) -> None:
-        """Tell the processes that make tables that a record of ``nbytes`` had no room."""
-        if nbytes > self.wanted_bytes:
-            self._set_word(_WANTED_BYTES, nbytes)
-        if not self.is_short:
-            self.arena.expect_short()
 
     def put(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
         """Store a record of ``nbytes``; False if it does not fit, or another process holds the lock."""
@@ -200,10 +178,6 @@ class Table:
             return tag << _TAG_SHIFT | at // ALIGNMENT_BYTES
 
         with self.arena.growing():
-            self.lacks_memory = not self.arena.can_grow(space_bytes, _log_stopped)
-            if self.lacks_memory:
-                self.ask_for_more(nbytes)
-                return False
             used_bytes = space_bytes + _ENTRY_COST_BYTES
             is_stored = self.arena.store(key, parts, used_bytes, slot, entry_of, entry_of(0) | _TAKEN)
             self._is_hit |= is_stored
@@ -246,10 +220,6 @@ def _plan(max_bytes: int) -> dict[str, Any]:
         "records_at": round_up(TABLE_AT + 2 * last * ENTRY_BYTES, PAGE_BYTES),
         "limits": (max_bytes, last // 2, max_bytes - _taken_bytes()),
     }
-
-
-def _after(cursor: Cursor, space_bytes: int) -> Cursor:
-    return cursor.after(space_bytes, space_bytes + _ENTRY_COST_BYTES)
 
 
 def _log_stopped(_: int) -> None:
