@@ -313,21 +313,6 @@ def test_files_of_others_are_not_written_through_or_removed(kind: str, tmp_path:
     assert look(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["text", "directory", "link to a file"])
-def test_what_came_to_the_destination_meanwhile_stays(kind: str, tmp_path: Path) -> None:
-    """A build whose destination was taken while it ran raises; what it built is kept."""
-    before = []
-
-    def take() -> None:
-        FOREIGN[kind](tmp_path / "cache", tmp_path / "aside")
-        before.append(look(tmp_path)["cache"])
-
-    with pytest.raises(CacheError, match=r"created .*cache.*cache is .*cache\.partial"):
-        build_lmdb(Calling(4, 1, take), tmp_path / "cache", num_workers=0)
-    assert look(tmp_path)["cache"] == before[0]
-    assert LMDBCache(tmp_path / "cache.partial").num_cached == 4
-
-
 # --- builds of the same cache --------------------------------------------------------------------------
 
 

@@ -295,9 +295,9 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.one_of(*(st.integers(*ends) for ends in SIZES)), max_size=60), st.integers(1, 30_000))
-@example([20] * 30_000, 1 << 20)  # branches over branches
+@example([20] * 8_000, 1 << 20)  # branches over branches
 @example([-1] * 50, 1)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 def test_lmdb_finds_each_record(tmp_path_factory: Any, sizes: Any, commit_bytes: int) -> None:
     """Values in leaf pages and in overflow pages of any length, after any number of commits."""
     path = tmp_path_factory.mktemp("places") / "cache"

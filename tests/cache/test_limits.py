@@ -38,7 +38,7 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
             assert_same_samples(ds[index], dataset.sample(index))
 
 
-@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
+@pytest.mark.parametrize("kind", [RaggedImages, MixedImages])
 @pytest.mark.parametrize(
     ("limit", "allowed", "is_shared", "is_whole", "said"),
     [

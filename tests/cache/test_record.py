@@ -17,7 +17,7 @@ import hypothesis.extra.numpy as npst
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -87,7 +87,6 @@ def test_round_trip(sample: Any) -> None:
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=200)
 def test_damage_raises_at_worst(data: st.DataObject) -> None:
     """A record with any bytes overwritten or cut off is read, also in a batch, or raises a cache error."""
     record = encode(data.draw(_SAMPLES))
