@@ -18,7 +18,7 @@ from PIL import Image
 
 from fastload.readers.original import REDUCE, Original
 from fastload.readers.patch import OPENED, Patch
-from fastload.readers.sources import Pixels
+from fastload.readers.pixels import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,9 +186,8 @@ def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
         if encoder_name == "raw" and not args:
             core = lazy_core(self)
             pixels = core and core.pixels
-            content = pixels and pixels.tobytes()
-            if content is not None:
-                return content
+            if pixels:
+                return pixels.tobytes()
         return real(self, encoder_name, *args)
 
     return tobytes
