@@ -22,7 +22,7 @@ from PIL import Image, ImageFile, ImageFilter, ImageOps, features
 from PIL.PngImagePlugin import PngInfo
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, patches
+from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.lazy_image import lazy_core
 from fastload.readers.resizes import Resizes
