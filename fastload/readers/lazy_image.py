@@ -12,6 +12,7 @@ of the image, which shows them the lazy core. So does `tobytes` (and `numpy.asar
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -150,9 +151,10 @@ def lazy_core(image: Any) -> LazyCore | None:
     return core if type(core) is LazyCore and core.source is not None else None
 
 
-def _is_pillows(image: Any) -> bool:
-    """Whether its methods are Pillow's; those of other classes could do something else."""
-    return type(image).__module__.startswith("PIL.")
+@functools.cache
+def _is_pillows(cls: type) -> bool:
+    """Whether the methods of images are Pillow's; those of other classes could do something else."""
+    return cls.__module__.startswith("PIL.")
 
 
 def is_possible() -> bool:
@@ -163,9 +165,9 @@ def is_possible() -> bool:
 def patches() -> list[Patch]:
     """The methods of all images that need no core."""
     _install_im()
-    names = ("convert", "copy", "crop", "reduce", "resize")
-    methods = [Patch(Image.Image, name, _on_view, is_lazy) for name in names]
-    return [*methods, Patch(Image.Image, "tobytes", _tobytes, is_lazy)]
+    whole = [Patch(Image.Image, name, _on_view, _is_whole) for name in ("reduce", "resize")]
+    methods = [Patch(Image.Image, name, _on_view, is_lazy) for name in ("convert", "copy", "crop")]
+    return [*whole, *methods, Patch(Image.Image, "tobytes", _tobytes, is_lazy)]
 
 
 def is_lazy(image: Any) -> bool:
@@ -174,9 +176,16 @@ def is_lazy(image: Any) -> bool:
     return type(attributes.get("_im")) is LazyCore or OPENED in attributes
 
 
+def _is_whole(image: Any) -> bool:
+    """The same, of all its pixels: for methods that always need the core of a crop."""
+    attributes = image.__dict__
+    core = attributes.get("_im")
+    return (type(core) is LazyCore and type(core.source) is Original) or OPENED in attributes
+
+
 def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(_View.of(self) if _is_pillows(self) else self, *args, **kwargs)
+        return real(_View.of(self) if _is_pillows(type(self)) else self, *args, **kwargs)
 
     return method
 

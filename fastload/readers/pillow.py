@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
 import sys
@@ -346,7 +347,11 @@ def _key(image: Any, identity: Identity) -> bytes | None:
         digest_of_how = _digest(_versions(), how)
     except TypeError:  # not hashable, so not plain
         return None
-    return digest_of_how and digest(digest_of_how, identity.parts)
+    if digest_of_how is None:
+        return None
+    return hashlib.blake2b(
+        digest_of_how + repr(identity.parts).encode(errors="surrogatepass"), digest_size=16
+    ).digest()
 
 
 @functools.lru_cache(1024)
