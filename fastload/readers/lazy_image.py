@@ -12,7 +12,6 @@ of the image, which shows them the lazy core. So does `tobytes` (and `numpy.asar
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -151,10 +150,9 @@ def lazy_core(image: Any) -> LazyCore | None:
     return core if type(core) is LazyCore and core.source is not None else None
 
 
-@functools.cache
-def _is_pillows(cls: type) -> bool:
-    """Whether the methods of images are Pillow's; those of other classes could do something else."""
-    return cls.__module__.startswith("PIL.")
+def _is_pillows(image: Any) -> bool:
+    """Whether its methods are Pillow's; those of other classes could do something else."""
+    return type(image).__module__.startswith("PIL.")
 
 
 def is_possible() -> bool:
@@ -185,7 +183,7 @@ def _is_whole(image: Any) -> bool:
 
 def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(_View.of(self) if _is_pillows(type(self)) else self, *args, **kwargs)
+        return real(_View.of(self) if _is_pillows(self) else self, *args, **kwargs)
 
     return method
 
