@@ -66,9 +66,10 @@ def as_on_a_gpu(images: torch.Tensor) -> torch.Tensor:
     """Fastload's form for accelerators, on any device."""
     uniforms = BatchDraws().uniforms(len(images), NUM_DRAWS)
     boxes = draw_boxes(uniforms, (SOURCE, SOURCE), SCALE, RATIO)
-    flips = BatchDraws().uniforms(len(images), 1) < 0.5
-    parameters = torch.from_numpy(np.vstack([boxes, flips]).astype(np.float32))
-    return resampling._all_at_once(images, copy_parameters(parameters, images.device), (SIDE, SIDE))
+    parameters = copy_parameters(torch.from_numpy(boxes.astype(np.float32)), images.device)
+    return fastload.transforms.RandomHorizontalFlip()(
+        resampling._all_at_once(images, parameters, (SIDE, SIDE))
+    )
 
 
 def by_albumentations() -> Callable[[torch.Tensor], torch.Tensor]:

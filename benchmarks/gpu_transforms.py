@@ -84,25 +84,22 @@ def transforms_on_the_device() -> dict[str, Any]:
 
 
 def boxes_of(num: int, height: int, width: int) -> np.ndarray[Any, Any]:
-    """Boxes and flips as the transforms draw them."""
-    drawn = draw_boxes(
+    """Boxes as the transforms draw them."""
+    return draw_boxes(
         np.random.default_rng(1).random((NUM_DRAWS, num)), (height, width), (0.08, 1.0), (3 / 4, 4 / 3)
     )
-    return np.vstack([drawn, np.arange(num) % 2])
 
 
 def grid(images: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     """By one grid_sample of floats with clamped coordinates."""
     num, height, width, _ = images.shape
-    top, left, box_height, box_width, flipped = boxes[:, :, None]
+    top, left, box_height, box_width = boxes[:, :, None]
 
-    def along(n: int, start: torch.Tensor, length: torch.Tensor, flip: torch.Tensor | None) -> torch.Tensor:
+    def along(n: int, start: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
         steps = torch.arange(n, dtype=torch.float32, device=images.device)
-        if flip is not None:
-            steps = torch.where(flip > 0, n - 1 - steps, steps)
         return start + torch.minimum(((steps + 0.5) * (length / n) - 0.5).clamp(min=0), length - 1)
 
-    y, x = along(size[0], top, box_height, None), along(size[1], left, box_width, flipped)
+    y, x = along(size[0], top, box_height), along(size[1], left, box_width)
     points = torch.stack(
         [
             (2 * x / (width - 1) - 1)[:, None].expand(num, *size),
@@ -121,14 +118,10 @@ def products(
 ) -> torch.Tensor:
     """By two batched matrix products with hat functions."""
     num, height, width, channels = images.shape
-    top, left, box_height, box_width, flipped = boxes[:, :, None]
+    top, left, box_height, box_width = boxes[:, :, None]
 
-    def weights(
-        n: int, start: torch.Tensor, length: torch.Tensor, pixels: int, flip: torch.Tensor | None
-    ) -> torch.Tensor:
+    def weights(n: int, start: torch.Tensor, length: torch.Tensor, pixels: int) -> torch.Tensor:
         steps = torch.arange(n, dtype=torch.float32, device=images.device)
-        if flip is not None:
-            steps = torch.where(flip > 0, n - 1 - steps, steps)
         place = start + torch.minimum(((steps + 0.5) * (length / n) - 0.5).clamp(min=0), length - 1)
         return (
             (1 - (torch.arange(pixels, device=images.device) - place[:, :, None]).abs())
@@ -137,8 +130,8 @@ def products(
         )
 
     rows, columns = (
-        weights(size[0], top, box_height, height, None),
-        weights(size[1], left, box_width, width, flipped),
+        weights(size[0], top, box_height, height),
+        weights(size[1], left, box_width, width),
     )
     # (B, h, H) x (B, H, W * C) -> (B, h, W, C); then over W.
     tall = torch.bmm(rows, images.to(dtype).view(num, height, width * channels)).view(

@@ -118,21 +118,22 @@ class DecodedFiles:
         value = self._value(key)
         if value is None:
             return None
-        with contextlib.suppress(ValueError, TypeError):  # something else wrote it
+        try:
             array, text = value
-            is_short = len(text) <= _SHORT_BYTES
-            note = marshal.loads(_note(text)) if is_short else parse_plain_text(text)
-            if isinstance(array, np.ndarray):
-                return Stored(array, note)
-        return None
+            note = marshal.loads(_note(text)) if len(text) <= _SHORT_BYTES else parse_plain_text(text)
+        except (ValueError, TypeError):  # something else wrote it
+            return None
+        return Stored(array, note) if isinstance(array, np.ndarray) else None
 
     def _value(self, key: bytes) -> Any:
         record = self.store.get(key)
         if record is None:
             return None
         if not self.store.lasts or is_intact(record, key):
-            with contextlib.suppress(CacheError):
+            try:  # faster than contextlib.suppress
                 return decode(record)
+            except CacheError:
+                pass
         if isinstance(self.store, LmdbStore):
             self.store.discard(key)
         return None

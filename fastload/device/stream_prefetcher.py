@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# From so many leaves of at most so many bytes on, those of each dtype are copied as one. Whoever keeps one of
-# them keeps them all, so they must be small.
-_MANY_LEAVES, _SMALL_BYTES = 16, 16 << 10
 # In the errors of torch and Triton about tensors on different devices.
 _OF_DEVICES = re.compile(r"same device|device type|expected device|torch\.\w+\.\w+Tensor|cpu tensor")
 
@@ -270,8 +267,7 @@ class StreamPrefetcher(Iterator[T]):
     ) -> dict[int, torch.Tensor]:
         """Start the copies of a batch's dense leaves; returns the device's tensors by the leaves' ids."""
         backend = self._backend
-        coalesced = _coalesce(dense)
-        leaves = list(dense.values()) if coalesced is None else coalesced.leaves
+        leaves = list(dense.values())
         pinned = list(map(backend.pin, leaves))
         # Without a transform, under the stream that the caller will most likely use them on: then no other
         # stream has to be recorded for them, and a forked child, which has no device, can drop them.
@@ -296,8 +292,6 @@ class StreamPrefetcher(Iterator[T]):
             if leaves:
                 entry.event = backend.record_event(self._stream)
                 self._pending_reads.add(entry.event, memory)
-        if coalesced is not None:
-            return coalesced.split(targets)
         return dict(zip(dense, targets, strict=True))
 
     def _start_transform(self, entry: _InFlight, transform: Callable[[Any], Any]) -> None:
@@ -405,50 +399,6 @@ def _is_dense_host_tensor(leaf: Any) -> bool:
         and not leaf.is_quantized
         and not leaf.is_nested
     )
-
-
-class _Coalesced:
-    """The leaves of a batch with the small ones of each dtype as one: each copy would cost the host 40 us.
-
-    Args:
-        large: The leaves that stay as they are.
-        small: The others by dtype, contiguous.
-
-    Attributes:
-        leaves: Those to copy.
-    """
-
-    def __init__(self, large: list[torch.Tensor], small: dict[torch.dtype, list[torch.Tensor]]) -> None:
-        self._large = large
-        self._small = list(small.values())
-        flat = [torch.cat([leaf.reshape(-1) for leaf in group]) for group in self._small]
-        self.leaves = [*large, *flat]
-
-    def split(self, targets: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """From copies of `leaves`: the copies of all leaves of the batch, by their ids."""
-        copies = dict(zip(map(id, self._large), targets, strict=False))
-        for group, target in zip(self._small, targets[len(self._large) :], strict=True):
-            parts = target.split_with_sizes([leaf.numel() for leaf in group])
-            for leaf, part in zip(group, parts, strict=True):
-                # Views of one tensor share its version, so a change of one would fail the backward pass of
-                # another; with .data each has its own.
-                copies[id(leaf)] = (part if leaf.ndim == 1 else part.view(leaf.shape)).data
-        return copies
-
-
-def _coalesce(dense: dict[int, torch.Tensor]) -> _Coalesced | None:
-    """The leaves with the small ones as one; None if there are few."""
-    if len(dense) < _MANY_LEAVES:
-        return None
-    small: dict[torch.dtype, list[torch.Tensor]] = {}
-    large = []
-    for leaf in dense.values():
-        is_small = leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous()
-        if is_small and not leaf.is_conj() and not leaf.is_neg():
-            small.setdefault(leaf.dtype, []).append(leaf)
-        else:
-            large.append(leaf)
-    return _Coalesced(large, small) if sum(map(len, small.values())) >= _MANY_LEAVES else None
 
 
 class _PendingReads:

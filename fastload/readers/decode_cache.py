@@ -46,7 +46,6 @@ OTHER_FORMAT = "in a format that is not remembered"
 UNSTEADY = "decoded to other pixels each time"
 LEARNING = "resized first, which may not repeat"
 UNCOMPRESSED = "uncompressed, or spread over several files"
-CUT = "cut off, and filled up by the decoder"
 _SOME_UNSTEADY = digest(UNSTEADY) or b""
 
 
@@ -217,11 +216,7 @@ class DecodeCache:
                         self.differs(key, error)
                     return result
             return unpack(stored.array, stored.note)
-        _thread.may_keep = True
         result = decode()
-        if not _thread.may_keep:
-            self.missed(UNCOMPRESSED)
-            return result
         packed = pack(result)
         if packed is None:
             self.missed(UNUSUAL)
@@ -248,7 +243,6 @@ class DecodeCache:
 
 class _Thread(threading.local):
     cache: DecodeCache | None = None
-    may_keep = True
 
     def __init__(self) -> None:
         self.deferred: deque[weakref.WeakMethod[Callable[[], None]]] = deque()
@@ -268,11 +262,6 @@ def _call_deferred(num_left: int = 0) -> None:
     while len(_thread.deferred) > num_left:
         if (decode := _thread.deferred.popleft()()) is not None:
             decode()
-
-
-def do_not_keep() -> None:
-    """Let what this thread is decoding not be stored, and be counted as `UNCOMPRESSED`."""
-    _thread.may_keep = False
 
 
 def current() -> DecodeCache | None:

@@ -12,21 +12,18 @@ Rules:
    time in the future never becomes old enough.
 4. Times that were chosen by whoever made a disk image prove nothing: those in whole seconds, on a read-only
    mount or on a file system with finer times. Such a file is known by its content, which a process hashes
-   once, and again after something was mounted or unmounted.
-5. What a file object gives is its file only if it has buffered nothing older, and no forked process moves the
-   position that they share (`is_fresh`, `is_shared`).
+   once for each mount (proc(5) numbers them).
+5. What a file object gives is its file only if it has buffered nothing older (`is_fresh`).
 6. Asking never raises and changes nothing: what cannot be identified gives the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import hashlib
 import io
 import operator
 import os
-import select
 import stat
 import time
 from pathlib import Path
@@ -79,7 +76,7 @@ class Unknown(enum.Enum):
     TOO_NEW = "changed a moment ago"
     IN_THE_FUTURE = "with a time in the future"
     NOT_A_FILE = "not read from a plain file"
-    HELD = "of a file object that was read before, or is shared with a forked process"
+    HELD = "of a file object that was read before"
     UNREADABLE = "could not be asked"
     TOO_LARGE = "of a file larger than 1 GiB, which is too large to be hashed"
 
@@ -159,32 +156,6 @@ def is_fresh(stream: Any) -> bool:
         return False
 
 
-_shared: dict[int, tuple[int, int]] = {}  # by descriptor: device and inode of a file open at the last fork
-
-
-def _note_shared() -> None:
-    _shared.clear()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # that of the listing
-                device, inode, *_, mode = facts_of(int(name))
-                if stat.S_ISREG(mode):
-                    _shared[int(name)] = device, inode
-
-
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(before=_note_shared)
-
-
-def is_shared(descriptor: int) -> bool:
-    """Whether another process can move the position of an open file, because it was open when one forked.
-
-    Raises:
-        OSError: It is closed.
-    """
-    return descriptor in _shared and _shared[descriptor] == facts_of(descriptor)[:2]
-
-
 def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
     """The identity of an open file, of which the system says these facts."""
     device, *_, mode = facts
@@ -198,7 +169,7 @@ def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
         identity = _identity_of(facts, file_system, path)
         if isinstance(identity, Unknown) or _has_own_times(facts[4], file_system):
             return identity
-        return _by_content(identity, descriptor)
+        return _by_content(identity, file_system.mount, descriptor)
     except OSError:
         return Unknown.UNREADABLE
 
@@ -209,39 +180,15 @@ def _has_own_times(ctime_ns: int, file_system: _FileSystem) -> bool:
     return ctime_ns % _SECOND_NS > 0 or (bool(mount) and "ro" not in mount.split()[-1].split(","))
 
 
-def _by_content(identity: Identity, descriptor: int) -> Identity | Unknown:
+def _by_content(identity: Identity, mount: str, descriptor: int) -> Identity | Unknown:
     if int(identity.parts[2]) > MAX_FILE_BYTES:
         return Unknown.TOO_LARGE
-    hashed = _hashed()
-    if identity not in hashed:
-        hashed[identity] = hash_of(descriptor)
-    return Identity((hashed[identity], identity.parts[2], AS_FILE))
+    if (identity, mount) not in _contents:
+        _contents[identity, mount] = hash_of(descriptor)
+    return Identity((_contents[identity, mount], identity.parts[2], AS_FILE))
 
 
-class _Mounts(NamedTuple):
-    pid: int
-    file: Any
-    poll: Any
-
-
-_mounts: list[_Mounts] = []  # the one of this process
-_contents: dict[Identity, bytes] = {}
-
-
-def _hashed() -> dict[Identity, bytes]:
-    """The contents that were hashed since something was mounted or unmounted.
-
-    The kernel tells this once for each time that the list of mounts was opened (proc(5)), also if the new
-    list reads as the old one.
-    """
-    if not _mounts or _mounts[0].pid != os.getpid():  # a fork shares the file, so one of the two is told
-        file, poll = _MOUNTS.open(), select.poll()
-        poll.register(file, select.POLLPRI)
-        _mounts[:] = [_Mounts(os.getpid(), file, poll)]
-        _contents.clear()
-    elif _mounts[0].poll.poll(0):
-        _contents.clear()
-    return _contents
+_contents: dict[tuple[Identity, str], bytes] = {}  # hashes of files on a mount
 
 
 def hash_of(descriptor: int) -> bytes:

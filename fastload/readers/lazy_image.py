@@ -18,7 +18,7 @@ from PIL import Image
 
 from fastload.readers.original import REDUCE, Original
 from fastload.readers.patch import OPENED, Patch
-from fastload.readers.sources import Pixels
+from fastload.readers.pixels import Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,15 +163,22 @@ def is_possible() -> bool:
 def patches() -> list[Patch]:
     """The methods of all images that need no core."""
     _install_im()
-    names = ("convert", "copy", "crop", "reduce", "resize")
-    methods = [Patch(Image.Image, name, _on_view, is_lazy) for name in names]
-    return [*methods, Patch(Image.Image, "tobytes", _tobytes, is_lazy)]
+    whole = [Patch(Image.Image, name, _on_view, _is_whole) for name in ("reduce", "resize")]
+    methods = [Patch(Image.Image, name, _on_view, is_lazy) for name in ("convert", "copy", "crop")]
+    return [*whole, *methods, Patch(Image.Image, "tobytes", _tobytes, is_lazy)]
 
 
 def is_lazy(image: Any) -> bool:
     """Whether an image has a lazy core, or could have one once it is loaded."""
     attributes = image.__dict__
     return type(attributes.get("_im")) is LazyCore or OPENED in attributes
+
+
+def _is_whole(image: Any) -> bool:
+    """The same, of all its pixels: for methods that always need the core of a crop."""
+    attributes = image.__dict__
+    core = attributes.get("_im")
+    return (type(core) is LazyCore and type(core.source) is Original) or OPENED in attributes
 
 
 def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,9 +193,8 @@ def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
         if encoder_name == "raw" and not args:
             core = lazy_core(self)
             pixels = core and core.pixels
-            content = pixels and pixels.tobytes()
-            if content is not None:
-                return content
+            if pixels:
+                return pixels.tobytes()
         return real(self, encoder_name, *args)
 
     return tobytes

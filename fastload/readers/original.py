@@ -21,7 +21,7 @@ from PIL import Image
 from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import LEARNING, current, defer
 from fastload.readers.identity import Unknown, digest
-from fastload.readers.sources import PIXEL_BYTES, Pixels, raw_mode
+from fastload.readers.pixels import PIXEL_BYTES, Pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,9 +82,9 @@ class Original:
         core, (note, self._note), cache = self._whole(), (self._note, None), self._cache
         if note is None:
             return core
-        raw, (width, height) = note[0], core.size
-        if cache.store.has_room(width * height * PIXEL_BYTES.get(raw, 1)):
-            cache.keep(self._key, np.frombuffer(_image(core).tobytes("raw", raw), np.uint8), note)
+        width, height = core.size
+        if cache.store.has_room(width * height * PIXEL_BYTES.get(core.mode, 1)):
+            cache.keep(self._key, _bytes_of(core), note)
         else:
             cache.missed(cache.full_reason)  # before the pixels are copied
         return core
@@ -124,7 +124,7 @@ class Original:
         if stored is not None:
             if cache.is_verification_due():
                 self._check(stored, name, arguments)
-            return Pixels.of(mode, raw_mode(mode), size, stored.array)
+            return Pixels.of(mode, size, stored.array)
         core = getattr(self.core() if repeats is False else self._whole(), name)(*arguments)
         if repeats and core.mode == mode and core.size == size:
             self._keep_result(key, _bytes_of(core))
@@ -161,13 +161,9 @@ class Original:
             self._cache.keep(key, pixels)
 
 
-def _image(core: Any) -> Image.Image:
-    return Image.Image()._new(core)
-
-
 def _bytes_of(core: Any) -> Any:
-    """All of a core, `(n,) uint8`."""
-    return np.frombuffer(_image(core).tobytes("raw", raw_mode(core.mode)), np.uint8)
+    """All pixels of a core, `(n,) uint8`."""
+    return np.frombuffer(Image.Image()._new(core).tobytes(), np.uint8)
 
 
 def key_of_result(key: bytes) -> bytes:

@@ -10,29 +10,29 @@ Pillow, and then they are kept. Rules:
 2. A hit leaves the object as loading did: the attributes that changed then are stored beside the pixels. If
    one of them was not a plain value, nothing is stored.
 3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
-   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES. What a decoder or a method makes that is not
-   Pillow's own, or what was filled up, is not remembered.
+   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES. What a decoder makes that is not Pillow's
+   own is not remembered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import io
-import operator
+import os
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL
 from PIL import Image, ImageFile, features
-from PIL.PngImagePlugin import iTXt
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers import lazy_image
 from fastload.readers.decode_cache import (
-    CUT,
     OTHER_FORMAT,
     SEVERAL_FRAMES,
     UNCOMPRESSED,
@@ -45,23 +45,24 @@ from fastload.readers.identity import (
     Identity,
     Unknown,
     digest,
+    facts_of,
     facts_of_stream,
     identify_content,
     identify_facts,
     identify_path,
     is_fresh,
     is_plain,
-    is_shared,
 )
 from fastload.readers.lazy_image import LazyCore, is_possible
 from fastload.readers.original import Original, key_of_result
 from fastload.readers.patch import OPENED, Patch
-from fastload.readers.sources import PIXEL_BYTES, Descriptor, Pixels, core_of
+from fastload.readers.pixels import PIXEL_BYTES, Pixels, core_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from fastload.readers.decode_cache import Stored
+    from fastload.readers.identity import Facts
 
 Content = tuple["bytes | bytearray", bool]  # of a file, and whether it is as it was when it was opened
 _MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
@@ -80,9 +81,6 @@ _CLASSES = frozenset(
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
-_TEXT = "\0iTXt"
-_OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
-_PADDING = 255
 
 
 _patches: list[Patch] = []  # those of classes that decode by themselves are added when they are met
@@ -146,19 +144,38 @@ class _File:
         facts = facts_of_stream(self.file)
         if isinstance(facts, Unknown) or facts != self._facts:
             return Unknown.TOO_NEW
-        descriptor = self.file.fileno()
-        return Unknown.HELD if is_shared(descriptor) else identify_facts(facts, descriptor)
+        return identify_facts(facts, self.file.fileno())
 
     def content(self) -> Callable[[], Content] | None:
         """What reads the file later, even if it is closed or deleted; None if that is not possible."""
-        try:
-            return (
-                None
-                if isinstance(self._facts, Unknown)
-                else Descriptor.of(self.file.fileno(), self._facts).content
-            )
-        except OSError:  # no descriptor is left, or someone would lose a lock
+        if isinstance(self._facts, Unknown):
             return None
+        with contextlib.suppress(OSError):  # no descriptor is left
+            return _Descriptor(os.dup(self.file.fileno()), self._facts).content
+        return None
+
+
+class _Descriptor:
+    """A file that was opened, and may be closed, renamed or deleted since."""
+
+    def __init__(self, descriptor: int, facts: Facts) -> None:
+        self._descriptor = descriptor
+        self._facts = facts
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+    def content(self) -> tuple[bytes | bytearray, bool]:
+        """All of the file, and whether its facts are those of when it was opened.
+
+        Raises:
+            OSError: It was written to.
+        """
+        num_bytes, content = self._facts[2], bytearray()
+        while part := os.pread(self._descriptor, num_bytes + 1 - len(content), len(content)):
+            content += part
+        facts = facts_of(self._descriptor)
+        if facts[:4] != self._facts[:4]:
+            raise OSError("the file was written to after it was opened, and before its pixels were used")
+        return content, facts == self._facts
 
 
 class _Bytes:
@@ -232,12 +249,12 @@ class _Opened:
             return
         stored = cache.find(key)
         if stored is not None and not cache.is_verification_due():
-            raw, mode, size, *_ = stored.note
-            if raw in PIXEL_BYTES and image.palette is None:
-                pixels = Pixels.of(mode, raw, size, stored.array)
+            mode, size, *_ = stored.note
+            if mode in PIXEL_BYTES and image.palette is None:
+                pixels = Pixels.of(mode, size, stored.array)
                 _restore(image, stored.note, LazyCore(mode, size, Original(cache, key, pixels=pixels)))
             else:
-                _restore(image, stored.note, core_of(mode, raw, size, stored.array))
+                _restore(image, stored.note, core_of(mode, size, stored.array))
         elif (
             stored is None
             and (result := cache.find(key_of_result(key))) is not None
@@ -245,7 +262,7 @@ class _Opened:
         ):
             note = result.note[1]
             original = Original(cache, key, note, decode=_decoder(image, content), result=result)
-            _restore(image, note, LazyCore(note[1], note[2], original))
+            _restore(image, note, LazyCore(note[0], note[1], original))
         else:
             self._decode(image, key, identity, stored)
 
@@ -253,25 +270,24 @@ class _Opened:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
-        with inactive(), _reads(image) as is_cut:
+        with inactive():
             image.load()
         # Pillow may have closed a file of its own. A path identifies nothing by itself, but finds the file.
         after = identify_path(image.filename) if image._exclusive_fp else self._source.identity()
         learned = _learned(image, before, info, file)
-        if after != identity or is_cut or learned is None:
+        if after != identity or learned is None:
             if stored is None:
-                cache.missed(CUT if is_cut else UNUSUAL if after == identity else Unknown.TOO_NEW)
+                cache.missed(UNUSUAL if after == identity else Unknown.TOO_NEW)
             return
-        raw = _raw_of(image)
         if stored is not None:
             try:
-                pixels = np.frombuffer(image.tobytes("raw", raw), np.uint8)
+                pixels = np.frombuffer(image.tobytes(), np.uint8)
                 cache.verify(stored.array, pixels, image.filename or "an image in memory")
             except DecodeMismatchError as error:
                 cache.differs(key, error)
             return
-        original = Original(cache, key, (raw, *learned), core=image.im)
-        image.im = LazyCore(image.mode, image.size, original) if _is_lazy(image, raw) else original.core()
+        original = Original(cache, key, learned, core=image.im)
+        image.im = LazyCore(image.mode, image.size, original) if _is_lazy(image) else original.core()
 
 
 def _decoder(image: Any, content: Callable[[], Content]) -> Callable[[], tuple[Any, bool]]:
@@ -290,40 +306,6 @@ def _decoder(image: Any, content: Callable[[], Content]) -> Callable[[], tuple[A
     return decode
 
 
-def _is_mapped(image: Any) -> bool:
-    """Whether loading maps the file, which a method that reads would prevent."""
-    if not image.filename or [tile[0] for tile in image.tile] != ["raw"]:
-        return False
-    arguments = image.tile[0][3]
-    return bool((arguments if type(arguments) is str else arguments[0]) == image.mode)
-
-
-@contextlib.contextmanager
-def _reads(image: Any) -> Iterator[list[bool]]:
-    """Yields a list that is not empty once LOAD_TRUNCATED_IMAGES has made up for a read that gave nothing."""
-    is_cut: list[bool] = []
-    if not ImageFile.LOAD_TRUNCATED_IMAGES or _is_mapped(image):
-        yield is_cut
-        return
-    read = getattr(image, "load_read", None)
-
-    def load_read(num_bytes: int) -> bytes:
-        try:
-            content: bytes = (read or image.fp.read)(num_bytes)
-        except Exception:
-            is_cut.append(True)
-            raise
-        if not content or "_ended" in vars(image):  # of a JPEG that ends early
-            is_cut.append(True)
-        return content
-
-    image.load_read = load_read
-    try:
-        yield is_cut
-    finally:
-        vars(image).pop("load_read", None)
-
-
 def _why_not(image: Any) -> str | None:
     """Why an image cannot come from the cache; None if it can."""
     name = type(image).__name__
@@ -331,31 +313,11 @@ def _why_not(image: Any) -> str | None:
         return UNUSUAL
     if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
         return SEVERAL_FRAMES
-    if not _is_pillows(image):
+    if not all(_is_genuine(Image.DECODERS.get(tile[0])) for tile in image.tile):
         return UNUSUAL
     if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
         return UNUSUAL  # loading turns it, and changes its tags
     return None
-
-
-def _is_pillows(image: Any) -> bool:
-    """Whether the decoders and methods that load it are Pillow's own, or its plugin's."""
-    cls: Any = type(image)
-    get, names, methods = _loaders(cls)
-    return (
-        get(cls) == methods
-        and names.isdisjoint(vars(image))
-        and all(_is_genuine(Image.DECODERS.get(tile[0])) for tile in image.tile)
-    )
-
-
-@functools.cache
-def _loaders(cls: Any) -> tuple[Callable[[type], Any], frozenset[str], tuple[Any, ...] | None]:
-    """What gets the methods that load images of a class, their names, and they; None: not all are genuine."""
-    names = [name for name in dir(cls) if name.startswith(("load", "_load")) and callable(getattr(cls, name))]
-    get = operator.attrgetter(*names)
-    methods = get(cls)
-    return get, frozenset(names), methods if all(map(_is_genuine, methods)) else None
 
 
 def _is_genuine(function: Any) -> bool:
@@ -364,10 +326,10 @@ def _is_genuine(function: Any) -> bool:
     return function is None or home.partition(".")[0] in ("PIL", "pillow_heif")
 
 
-def _is_lazy(image: Any, raw: str) -> bool:
+def _is_lazy(image: Any) -> bool:
     """Whether it can have a lazy core, and be decoded again later; `load_end` of a TIFF needs the pixels."""
     is_decoded_alike = not ImageFile.LOAD_TRUNCATED_IMAGES and not _is_tiff(image)
-    return is_decoded_alike and raw in PIXEL_BYTES and image.palette is None
+    return is_decoded_alike and image.mode in PIXEL_BYTES and image.palette is None
 
 
 def _key(image: Any, identity: Identity) -> bytes | None:
@@ -385,7 +347,11 @@ def _key(image: Any, identity: Identity) -> bytes | None:
         digest_of_how = _digest(_versions(), how)
     except TypeError:  # not hashable, so not plain
         return None
-    return digest_of_how and digest(digest_of_how, identity.parts)
+    if digest_of_how is None:
+        return None
+    return hashlib.blake2b(
+        digest_of_how + repr(identity.parts).encode(errors="surrogatepass"), digest_size=16
+    ).digest()
 
 
 @functools.lru_cache(1024)
@@ -404,7 +370,7 @@ def _heif() -> str:
 def _versions() -> bytes | None:
     names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
     codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
-    return digest("Pillow 2", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
+    return digest("Pillow 3", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -431,15 +397,8 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         attributes.pop(name, None)
     readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
     attributes[readonly] = vars(image)[readonly]
-    packed = _packed(attributes), _packed(entries)
-    note = (
-        image.mode,
-        image.size,
-        *packed,
-        packed != (attributes, entries),  # some of it is text
-        image.fp is not None,
-        None if file.closed else file.tell(),
-    )
+    position = None if file.closed else file.tell()
+    note = image.mode, image.size, attributes, entries, image.fp is not None, position
     is_usual = (
         vars(image).get("map") is None
         and (image.fp is None or image.fp is file)
@@ -451,42 +410,17 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
     return note if is_usual else None
 
 
-def _packed(value: Any) -> Any:
-    """A value, with the international texts of PNG as tuples, which nothing else begins like."""
-    if type(value) is dict:
-        return {name: _packed(part) for name, part in value.items()}
-    return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
-
-
-def _unpacked(value: Any) -> Any:
-    if type(value) is dict:
-        return {name: _unpacked(part) for name, part in value.items()}
-    return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
-
-
-def _raw_of(image: Any) -> str:
-    """The raw mode that holds all of a loaded image."""
-    if image.mode == "RGB" and image.format not in _OPAQUE:
-        # Its fourth byte shows in Arrow and in the raw mode RGBX.
-        content = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
-        if content.min() >> 24 != _PADDING:
-            return "RGBX"
-    return str(image.mode)
-
-
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
 def _restore(image: Any, note: Any, core: Any) -> None:
     """Leave an image as loading did."""
-    *_, attributes, entries, has_text, keeps_file, position = note
+    *_, attributes, entries, keeps_file, position = note
     file, image.im = image.fp, core
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open
-    if has_text:
-        attributes, entries = _unpacked(attributes), _unpacked(entries)
     vars(image).update(attributes)
     image.info.update(entries)
     if position is None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import (
-    CUT,
     FULL,
     LEARNING,
     NEW,
@@ -36,7 +35,6 @@ _MEANINGS = {
     ),
     UNCOMPRESSED: "never remembered: uncompressed data is read as fast as it would be found",
     UNSTEADY: "their decoder does not repeat itself, as a warning said: convert them",
-    CUT: "by LOAD_TRUNCATED_IMAGES, for this access alone: repair these files",
     Unknown.HELD.value: "open the file in __getitem__, on each access",
     Unknown.TOO_LARGE.value: 'remembered by cache="ram", unless they are on a disk image',
     NO_SPACE: "free space on the disk of the cache, or let this user write there",

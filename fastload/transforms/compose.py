@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from fastload.memory.lease import allocating_in
-from fastload.transforms.crop_and_flip import RandomHorizontalFlip, RandomResizedCrop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -15,26 +14,10 @@ if TYPE_CHECKING:
 
 
 def compose(transforms: Transform | Sequence[Transform]) -> Transform:
-    """One function for a transform, or for a list of them; can be pickled if they can.
-
-    A `RandomHorizontalFlip` right after a `RandomResizedCrop` of the same images becomes part of the crop,
-    which saves a pass over memory. Draws and values stay the same. Subclasses are never merged.
-    """
+    """One function for a transform, or for a list of them; can be pickled if they can."""
     if not isinstance(transforms, (list, tuple)):
         return transforms  # type: ignore[return-value]
-    steps: list[Transform] = []
-    for transform in transforms:
-        last = steps[-1] if steps else None
-        if (
-            type(last) is RandomResizedCrop
-            and type(transform) is RandomHorizontalFlip
-            and last.key == transform.key
-            and transform.layout in ("auto", last.layout)
-        ):
-            steps[-1] = last.with_flip(transform)
-        else:
-            steps.append(transform)
-    return functools.partial(_apply, steps)
+    return functools.partial(_apply, list(transforms))
 
 
 def _apply(steps: list[Transform], batch: Any) -> Any:

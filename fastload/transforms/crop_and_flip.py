@@ -35,7 +35,7 @@ from fastload.transforms.image_transform import (
 from fastload.transforms.resample import resample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -89,13 +89,7 @@ class RandomResizedCrop(ImageTransform):
         """The arguments, for the module's repr."""
         return f"size={self.size}, scale={self.scale}, ratio={self.ratio}"
 
-    def with_flip(self, flip: RandomHorizontalFlip) -> Callable[[Any], Any]:
-        """A function that crops and then flips in one pass, with the draws and values of two calls."""
-        return functools.partial(self._replaced, flip=flip)
-
-    def _transformed(
-        self, pixels: torch.Tensor, where: str, flip: RandomHorizontalFlip | None = None
-    ) -> torch.Tensor:
+    def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
         if pixels.dtype != torch.uint8 and not pixels.is_floating_point():
             raise TypeError(
                 f"RandomResizedCrop expects images of uint8 or floats at {where}, but got {pixels.dtype}"
@@ -103,8 +97,7 @@ class RandomResizedCrop(ImageTransform):
         num_images, height, width, _ = pixels.shape
         _expect_pixels(self, pixels)
         boxes = draw_boxes(draw_uniforms(num_images, NUM_DRAWS), (height, width), self.scale, self.ratio)
-        flips = np.zeros(num_images) if flip is None else flip.draw(num_images)
-        return resample(pixels, np.vstack([boxes, flips]), self.size)
+        return resample(pixels, boxes, self.size)
 
 
 class RandomCrop(ImageTransform):
@@ -255,9 +248,8 @@ class RandomHorizontalFlip(ImageTransform):
     """Flips each image of a batch from left to right with probability ``p``.
 
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images of any dtype and strides; returns a new batch of the
-    same layout and dtype on the same device, which the caller owns. In a list of transforms, a flip right
-    after a `RandomResizedCrop` runs in the same pass. Random numbers and the images of a batch come from the
-    same places as in `RandomResizedCrop`.
+    same layout and dtype on the same device, which the caller owns. Random numbers and the images of a batch
+    come from the same places as in `RandomResizedCrop`.
 
     Args:
         p: The probability of a flip, from 0 to 1.
@@ -278,13 +270,8 @@ class RandomHorizontalFlip(ImageTransform):
         """The arguments, for the module's repr."""
         return f"p={self.p}"
 
-    def draw(self, num_images: int) -> NDArray[np.bool_]:
-        """``(num_images,)``: which images are flipped."""
-        is_flipped: NDArray[np.bool_] = draw_uniforms(num_images, 1)[0] < self.p
-        return is_flipped
-
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
-        is_flipped = self.draw(len(pixels))
+        is_flipped = draw_uniforms(len(pixels), 1)[0] < self.p
         if pixels.device.type == "cpu" and pixels.dtype in NUMPY_DTYPES:
             result = copied(pixels)
             images, numbers = result.numpy(), np.flatnonzero(is_flipped)

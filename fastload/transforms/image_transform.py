@@ -137,13 +137,10 @@ class ImageTransform(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Transform the images of a batch; see the class."""
-        return self._replaced(batch)
-
-    def _replaced(self, batch: Any, **options: Any) -> Any:
         asker = type(self).__name__
         where, images = find_images(batch, self.key, asker)
         is_hwc = layout_of(images, where, self.layout, asker) == "HWC"
-        result = self._transformed(images if is_hwc else images.permute(0, 2, 3, 1), where, **options)
+        result = self._transformed(images if is_hwc else images.permute(0, 2, 3, 1), where)
         if not is_hwc:
             is_planar = images.is_contiguous()
             memory_format = torch.contiguous_format if is_planar else torch.channels_last

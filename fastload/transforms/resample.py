@@ -36,8 +36,7 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
 
     Args:
         images: ``(B, H, W, C)`` uint8 or floats, with any strides.
-        boxes: ``(5, B)`` whole numbers: top, left, height and width of each box in pixels, and 1 for a
-            mirrored image, else 0.
+        boxes: ``(4, B)`` whole numbers: top, left, height and width of each box in pixels.
         size: Height and width of the results in pixels.
 
     Returns:
@@ -61,7 +60,7 @@ def _triton() -> Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.T
         from fastload.transforms.triton_crop import crop_and_resize
 
         image = torch.zeros((1, 2, 2, 1), dtype=torch.uint8, device="cuda")
-        crop_and_resize(image, torch.tensor([[0.0], [0.0], [2.0], [2.0], [0.0]], device="cuda"), (1, 1))
+        crop_and_resize(image, torch.tensor([[0.0], [0.0], [2.0], [2.0]], device="cuda"), (1, 1))
     except Exception as error:  # noqa: BLE001  # no Triton, no C compiler for its launcher, an old device, ...
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         say_once(f"batches are cropped by many small kernels, not by one of Triton's: {reason}")
@@ -73,7 +72,7 @@ def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[in
     result = torch.empty((len(images), *size, images.shape[3]), dtype=images.dtype, device="cpu")
     # Both channels-last, because torch's kernels for uint8 give wrong values for some images that are not.
     sources, targets = images.contiguous().permute(0, 3, 1, 2), result.permute(0, 3, 1, 2)
-    for number, (top, left, height, width, is_flipped) in enumerate(boxes.T.astype(int).tolist()):
+    for number, (top, left, height, width) in enumerate(boxes.T.astype(int).tolist()):
         source = sources[number, None, :, top : top + height, left : left + width]
         target = resized = targets[number, None]
         if images.is_floating_point():
@@ -82,20 +81,18 @@ def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[in
         # Like torch.nn.functional.interpolate, which cannot write to existing memory and takes twice the
         # time.
         torch.ops.aten.upsample_bilinear2d.out(source, size, False, None, None, out=resized)
-        if is_flipped or resized is not target:
-            target.copy_(resized.flip(3) if is_flipped else resized)
+        if resized is not target:
+            target.copy_(resized)
     return result
 
 
 def _all_at_once(images: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     num_images, image_height, image_width, num_channels = images.shape
-    top, left, height, width, is_flipped = boxes[:, :, None]
+    top, left, height, width = boxes[:, :, None]
     # In float32; in float64 for float64.
     dtype = torch.promote_types(images.dtype, torch.float32)
     upper, lower, down = _along(_steps(size[0], boxes), top, height, size[0])
-    columns = _steps(size[1], boxes)
-    columns = torch.where(is_flipped > 0, size[1] - 1 - columns, columns)
-    start, end, right = _along(columns, left, width, size[1])
+    start, end, right = _along(_steps(size[1], boxes), left, width, size[1])
     first = torch.arange(num_images, device=images.device)[:, None] * image_height
     pixels = images.reshape(num_images * image_height * image_width, num_channels)
     right, down = right[:, None, :, None].to(dtype), down[:, :, None, None].to(dtype)

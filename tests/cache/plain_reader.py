@@ -1,6 +1,5 @@
 """Reads caches on disk without fastload; docs/cache-format.md describes them, and links to this file."""
 
-import ast
 import json
 import struct
 
@@ -72,8 +71,7 @@ def read_leaf(payload, kind, dtype="", shape=()):
     """One value."""
     if kind in ("array", "tensor", "scalar"):
         name = STORED_AS.get(dtype, "|u1" if dtype.startswith("float8") else dtype)
-        descr = ast.literal_eval(name) if name.startswith("[") else name  # the fields of a structure
-        array = np.ndarray(shape, np.lib.format.descr_to_dtype(descr), payload or bytes(64))
+        array = np.ndarray(shape, name, payload or bytes(64))
         return array[()] if kind == "scalar" else array
     if kind in ("str", "str_"):
         return payload.decode("utf-8", "surrogatepass")

@@ -186,7 +186,6 @@ REFUSED: dict[str, Any] = {
     "date": lambda i: np.datetime64(i, "s"),
     "byte order": lambda i: np.full(2, i, ">f4"),
     "long double": np.longdouble,
-    "fields": lambda i: np.zeros(2, [("a", "i4")]),
 }
 
 

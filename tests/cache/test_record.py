@@ -31,12 +31,7 @@ from fastload.nested.tree import OpaqueLeafError, copy_views, leaves, structure_
 from tests.cache.zoo import Pair, Triple
 from tests.kit.batches import assert_same_samples
 
-_DTYPES = (
-    npst.scalar_dtypes()
-    | npst.byte_string_dtypes(min_len=1)
-    | npst.unicode_string_dtypes(min_len=1)
-    | npst.array_dtypes(npst.integer_dtypes(), min_size=1, max_size=3)
-)
+_DTYPES = npst.scalar_dtypes() | npst.byte_string_dtypes(min_len=1) | npst.unicode_string_dtypes(min_len=1)
 _ARRAYS = _DTYPES.flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4))
 )

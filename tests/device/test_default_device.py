@@ -86,7 +86,7 @@ def test_loaders_name_the_device(options: dict[str, Any]) -> None:
 
 
 def test_the_prefetcher_names_the_device() -> None:
-    """Also where many small leaves are joined."""
+    """Of every leaf that it copies."""
     batches = [[torch.ones(n + 1) for n in range(40)] + [np.ones(3)]]
     with NamesNoDevice() as found:
         list(on(FakeBackend(), batches))

@@ -224,30 +224,6 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
     fake.check()
 
 
-def test_small_leaves_are_copied_as_one(fake: FakeBackend) -> None:
-    """From 16 of them on: any dtypes and shapes, with their values, in one copy for each dtype."""
-    generator = torch.Generator().manual_seed(0)
-    dtypes = [torch.uint8, torch.float64, torch.bool, torch.int16, torch.complex64, torch.float32]
-
-    def some(number: int, *shape: int) -> torch.Tensor:
-        drawn = torch.randint(0, 2, shape, generator=generator)
-        return drawn.to(dtypes[number % len(dtypes)])
-
-    small = [some(n, *(n % 3 + 1,) * (n % 4)) for n in range(40)]
-    rest = [some(0, 300, 300), some(1, 6, 4).T, torch.tensor([1j]).conj()]
-    source = {"boxes": small, "rest": rest, "again": small[7]}
-    (found,) = on(fake, [source])
-    fake.drain()
-    assert fake.num_copies == len(dtypes) + len(rest)
-    for leaf, copied in zip([*small, *rest], [*found["boxes"], *found["rest"]], strict=True):
-        assert copied.dtype == leaf.dtype
-        assert torch.equal(copied.resolve_conj(), leaf.resolve_conj())
-    assert found["again"] is found["boxes"][7]
-    before = fake.num_copies
-    list(on(fake, [small[:15]]))
-    assert fake.num_copies == before + 15
-
-
 def test_special_leaves_move_on_the_callers_stream() -> None:
     """What is no plain CPU tensor moves by its own ``to``, once, at hand-over; the side stream waits."""
 
@@ -305,17 +281,6 @@ def test_what_failed_holds_no_memory(transform: Any) -> None:
         gc.enable()
     del copies, model
     fake.check()
-
-
-def test_joined_leaves_are_independent_for_autograd() -> None:
-    """A change in place of one fails no backward pass of another, and one that needs gradients is allowed."""
-    (got,) = on(FakeBackend(), [[torch.ones(3) for _ in range(16)]])
-    weight = torch.ones(3, requires_grad=True)
-    total = (weight * got[1]).sum()
-    got[2].add_(1)
-    total.backward()
-    got[3].mul_(weight)
-    assert got[3].requires_grad
 
 
 class Rows(collections.abc.Sequence[torch.Tensor]):

@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastload import DataLoader
 from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import BatchKey
-from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, crop_and_flip, resample
+from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, resample
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.compose import compose
 from tests.device.conftest import CUDA
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -153,12 +152,11 @@ streams = st.integers(0, 1 << 62).map(lambda seed: BatchDraws(BatchKey(0, 0, bas
 
 
 def reference(image: Any, box: Any, size: tuple[int, int]) -> Any:
-    """The crop, resize and flip of albumentations itself, for one `(H, W, C)` array."""
+    """The crop and resize of albumentations itself, for one `(H, W, C)` array."""
     A = pytest.importorskip("albumentations")
-    top, left, height, width, is_flipped = (int(number) for number in box)
+    top, left, height, width = (int(number) for number in box)
     crop = A.RandomResizedCrop(size, p=1.0).apply(image, crop_coords=(left, top, left + width, top + height))
-    crop = crop.reshape(*size, image.shape[2])
-    return A.HorizontalFlip(p=1.0).apply(crop).reshape(crop.shape) if is_flipped else crop
+    return crop.reshape(*size, image.shape[2])
 
 
 @st.composite
@@ -169,9 +167,9 @@ def boxes_of_images(draw: st.DrawFn) -> dict[str, Any]:
     for _ in range(num_images):
         height, width = (draw(st.integers(1, length)) for length in image_size)
         top, left = draw(st.integers(0, image_size[0] - height)), draw(st.integers(0, image_size[1] - width))
-        columns.append((top, left, height, width, draw(st.booleans())))
+        columns.append((top, left, height, width))
     return {
-        "boxes": np.array(columns, dtype=np.float64).reshape(num_images, 5).T,
+        "boxes": np.array(columns, dtype=np.float64).reshape(num_images, 4).T,
         "shape": (num_images, *image_size, draw(st.sampled_from([1, 3, 4]))),
         "size": (draw(st.integers(1, 40)), draw(st.integers(1, 40))),
         "seed": draw(st.integers(0, 99)),
@@ -416,29 +414,8 @@ def test_other_arguments_are_refused(make: Any, arguments: Any, error: type[Exce
         make(**arguments)
 
 
-@pytest.fixture
-def flipped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """For each pass over images, which of them it flips."""
-    calls: list[Any] = []
-
-    def counting(images: Any, boxes: Any, size: Any) -> Any:
-        calls.append(boxes[4])
-        return resample.resample(images, boxes, size)
-
-    monkeypatch.setattr(crop_and_flip, "resample", counting)
-    return calls
-
-
-@pytest.mark.parametrize("flip", [mirrored(key=1), mirrored(key=0, layout="CHW")])
-def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, flipped: list[Any]) -> None:
-    """With another key or layout, the crop flips nothing."""
-    images = some_images(2, 6, 5, 3), some_images(2, 6, 5, 3)
-    compose([RandomResizedCrop((6, 5), key=0, layout="HWC"), flip])(images)
-    assert [box.any() for box in flipped] == [False]
-
-
-def test_a_list_is_applied_in_its_order(flipped: list[Any]) -> None:
-    """The values of the calls one after another, also of copies and pickles; crop and flip are one pass."""
+def test_a_list_is_applied_in_its_order() -> None:
+    """The values of the calls one after another, also of copies and pickles."""
     images = some_images(32, 20, 30, 3)
     generator = torch.Generator().manual_seed(1)
     base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))  # as a loader draws it
@@ -448,5 +425,3 @@ def test_a_list_is_applied_in_its_order(flipped: list[Any]) -> None:
     generator.manual_seed(1)
     loader = DataLoader(images, 32, device="cpu", device_transform=copies, generator=generator)
     assert torch.equal(next(iter(loader)), expected)
-    assert [each.any() for each in flipped] == [False, True]
-    assert not flipped[1].all()

@@ -268,9 +268,7 @@ def test_times_of_a_disk_image_prove_nothing(
     monkeypatch.setattr(identity, "hash_of", lambda fd: hashed.append(fd) or real(fd))
     monkeypatch.setattr(identity, "_has_own_times", lambda *_: False)
     monkeypatch.setattr(identity, "_LASTING_INODES", frozenset())
-    mounts: list[Any] = []
     monkeypatch.setattr(identity, "_contents", {})
-    monkeypatch.setattr(identity, "_mounts", mounts)
     identity._file_systems.clear()
     assert [misses(Photos(folder), cache) for _ in range(2)] == [SIZE, 0]
     assert len(hashed) == SIZE
@@ -278,8 +276,6 @@ def test_times_of_a_disk_image_prove_nothing(
     assert misses(Photos(folder), cache) == 0
     assert len(hashed) == 2 * SIZE
     identity._file_systems.clear()
-    for each in mounts:
-        each.file.close()
 
 
 def test_what_changes_while_it_is_hashed_is_not_known(

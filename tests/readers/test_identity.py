@@ -13,7 +13,6 @@ import tempfile
 import time
 import zipfile
 from collections import OrderedDict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -378,21 +377,16 @@ def test_whole_seconds_are_told_from_a_kernels_times(
 
 
 @pytest.fixture
-def chosen_times(monkeypatch: pytest.MonkeyPatch, settled: None) -> Iterator[None]:
+def chosen_times(monkeypatch: pytest.MonkeyPatch, settled: None) -> None:
     """All files have times that whoever made a disk image chose."""
     real = identity._facts
     monkeypatch.setattr(identity, "_facts", lambda stat: (*real(stat)[:3], 0, 0, real(stat)[-1]))
     monkeypatch.setattr(identity, "_contents", {})
-    mounts: list[Any] = []
-    monkeypatch.setattr(identity, "_mounts", mounts)
-    yield
-    for each in mounts:
-        each.file.close()
 
 
 @pytest.mark.usefixtures("chosen_times")
 def test_a_file_with_chosen_times_is_its_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is hashed once, and again after something was mounted, as another disk image with equal times."""
+    """It is hashed once for each mount, as another disk image can have equal times."""
     before = identify_path(path)
     assert isinstance(before, Identity)
     assert before.is_of_content
@@ -400,26 +394,11 @@ def test_a_file_with_chosen_times_is_its_content(path: Path, monkeypatch: pytest
     path.write_bytes(b"another")
     assert identify_path(path) == before  # as is inherent in equal times
 
-    class Told:
-        def poll(self, timeout: int) -> list[int]:
-            return [timeout]
-
-    identity._mounts[:] = [identity._mounts[0]._replace(poll=Told())]
+    real = identity._file_system_of
+    monkeypatch.setattr(identity, "_file_system_of", lambda fd: real(fd)._replace(mount="another"))
+    identity._file_systems.clear()
     assert identify_path(path) != before
-
-
-@pytest.mark.usefixtures("chosen_times")
-def test_a_forked_process_hashes_for_itself(path: Path) -> None:
-    """The kernel tells only one of the processes that share a file of the mounts."""
-    identify_path(path)
-    mounts = identity._mounts[0].file
-    with get_context("fork").Pool(1) as pool:
-        assert pool.apply(_reopens, (mounts.fileno(), str(path)))
-
-
-def _reopens(number: int, path: str) -> bool:
-    identify_path(path)
-    return identity._mounts[0].pid == os.getpid() and identity._mounts[0].file.fileno() != number
+    identity._file_systems.clear()
 
 
 @pytest.mark.usefixtures("chosen_times")
@@ -445,14 +424,3 @@ def test_a_stream_is_fresh_until_it_gives_something_else_than_its_file(path: Pat
         assert not identity.is_fresh(stream)
     assert not identity.is_fresh(stream)
     assert not identity.is_fresh(object())
-
-
-def test_a_file_that_is_open_while_a_process_forks_is_shared(path: Path) -> None:
-    """In both processes, until it is opened anew."""
-    with path.open("rb") as stream:
-        assert not identity.is_shared(stream.fileno())
-        with get_context("fork").Pool(1) as pool:
-            assert identity.is_shared(stream.fileno())
-            assert pool.apply(identity.is_shared, (stream.fileno(),))
-            with path.open("rb") as other:
-                assert not identity.is_shared(other.fileno())
