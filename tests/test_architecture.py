@@ -280,7 +280,7 @@ def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
 
 
 def test_import_starts_nothing_and_brings_no_heavy_libraries(interpreter: Interpreter) -> None:
-    """No process, no thread, no CUDA context; albumentations, OpenCV and rich only where they are used."""
+    """No process, no thread, no CUDA context; albumentations and OpenCV only where they are used."""
     _run(
         interpreter,
         "import os, sys, threading, torch.utils.data\n"

@@ -116,7 +116,7 @@ class FileCache:
                 limit = f"stored by jobs with a larger limit than the {own} of this one"
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
-            f"remembered: now {num_files:,} results of decoding files "
+            f"remembered: now {num_files:,} decoded files "
             f"({readable_size(nbytes)}, {limit})"
         )
 

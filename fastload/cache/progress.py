@@ -1,25 +1,24 @@
-"""Shows the progress of work on a cache: a bar on a terminal, occasional log lines elsewhere.
+"""Shows the progress of work on a cache: a line on a terminal, occasional log lines elsewhere.
 
-It starts no thread, because a build forks workers. A title contains a user's path: it is drawn as plain text,
-not parsed as markup, and truncated on narrow terminals.
+It starts no thread, because a build forks workers. A title contains a user's path: what cannot be printed is
+replaced, and it is shortened on narrow terminals.
 """
 
 from __future__ import annotations
 
-import os
+import shutil
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from datetime import timedelta
 
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
+_MAX_S = 359_999.0
+_CLEAR = "\r\x1b[2K"  # the line
 
 
 class BuildProgress:
@@ -28,30 +27,27 @@ class BuildProgress:
     Args:
         title: The name of what is built.
         total: Number of samples.
-        shown: Draw a bar, if standard error is a terminal.
+        shown: Draw a line, if standard error is a terminal.
         done: Samples of an earlier build; the rate does not include them.
     """
 
     def __init__(self, title: str, total: int, *, shown: bool, done: int = 0) -> None:
-        self._title = title
+        self._title = "".join(char if char.isprintable() else "?" for char in title)
         self._total = total
         self._done = self._first = done
         self._bytes = 0
         self._lock = threading.Lock()
         self._start = self._last = time.monotonic()
-        self._bar = _bar() if shown else None
-        if self._bar is not None:
-            self._task = self._bar.add_task(title, total=total, completed=done, figures="")
+        stream = sys.stderr
+        self._is_drawn = shown and stream is not None and not stream.closed and stream.isatty()
 
     def __enter__(self) -> BuildProgress:
-        if self._bar is not None:
-            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._bar is not None:
+        if self._is_drawn:
             self._report()
-            self._bar.stop()
+            sys.stderr.write("\n")
         elif kind is None:
             log.info("%s: finished: %s", self._title, self._figures())
 
@@ -61,38 +57,24 @@ class BuildProgress:
             self._done += count
             self._bytes += nbytes
             now = time.monotonic()
-            if now - self._last > (_LOG_EVERY_S if self._bar is None else _REFRESH_S):
+            if now - self._last > (_REFRESH_S if self._is_drawn else _LOG_EVERY_S):
                 self._last = now
                 self._report()
 
     def _report(self) -> None:
         figures = f"{self._done:,}/{self._total:,} {self._figures()}"
-        if self._bar is None:
+        if not self._is_drawn:
             log.info("%s: %s", self._title, figures)
-        else:
-            self._bar.update(self._task, completed=self._done, figures=figures)
-            self._bar.refresh()
+            return
+        left_s = (self._total - self._done) / max(self._rate(), 1e-9)
+        figures += f" {timedelta(seconds=int(min(left_s, _MAX_S)))}"
+        room = max(0, shutil.get_terminal_size().columns - len(figures) - 2)  # a full line would wrap
+        title = self._title if len(self._title) <= room else f"{self._title[: max(0, room - 3)]}..."
+        sys.stderr.write(f"{_CLEAR}{title} {figures}")
+        sys.stderr.flush()
+
+    def _rate(self) -> float:
+        return (self._done - self._first) / max(time.monotonic() - self._start, 1e-9)
 
     def _figures(self) -> str:
-        elapsed_s = max(time.monotonic() - self._start, 1e-9)
-        return f"{(self._done - self._first) / elapsed_s:,.0f} samples/s, {readable_size(self._bytes)}"
-
-
-def _bar() -> Progress | None:
-    """A bar on standard error; None if that is no terminal."""
-    stream = sys.stderr
-    is_forced = "FORCE_COLOR" in os.environ or "TTY_COMPATIBLE" in os.environ  # then rich decides
-    if stream is None or stream.closed or not (is_forced or stream.isatty()):
-        return None
-    from rich.console import Console  # here: slow to import, and most runs draw no bar
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    console = Console(stderr=True)
-    title = TextColumn(
-        "{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    )
-    figures = TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True))
-    columns = (title, BarColumn(bar_width=10), figures, TimeRemainingColumn())
-    bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
-    return bar if console.is_terminal else None
+        return f"{self._rate():,.0f} samples/s, {readable_size(self._bytes)}"

@@ -541,7 +541,7 @@ class TestExplain:
             list(loader)
             first, counts, *lines = loader.explain().split("\n")
             stats = loader.stats()
-        assert f"{SIZE - 3} results of decoding files" in first
+        assert f"{SIZE - 3} decoded files" in first
         assert (stats.cache_hits, stats.cache_misses) == (SIZE - 3, SIZE + 3)
         assert counts == f"so far: {SIZE - 3} found, {SIZE + 3} decoded"
         assert [line.split(":")[0].strip() for line in lines] == [
