@@ -99,7 +99,7 @@ class Description:
             except UnsupportedSampleError as error:
                 add_note(error, "in sample 0 of the dataset")
                 raise
-            spec, checksum = outline(record).spec.text.decode("ascii"), record[8:16].hex()
+            spec, checksum = outline(record).spec.text.decode("ascii"), record[:8].hex()
         classes = getattr(dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
         return cls(
@@ -307,7 +307,7 @@ class LMDBCache(StoredSamples):
         Raises:
             CacheCorruptError: A record is damaged or missing.
         """
-        if self._is_closed or not self._left_out.isdisjoint(indices.tolist()):
+        if self._is_closed or (self._left_out and not self._left_out.isdisjoint(indices.tolist())):
             return None
         self._check_unchanged()
         return super().gather(indices if self._indices is None else self._indices[indices], allocate)

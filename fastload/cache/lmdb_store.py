@@ -55,7 +55,7 @@ from fastload.cache.lmdb_file import (
     salt_of,
     why_unopened,
 )
-from fastload.cache.records import ALIGNMENT_BYTES
+from fastload.cache.records import ALIGNMENT_BYTES, LMDB_PLACE
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import round_up
 from fastload.readers.decode_cache import NO_SPACE
@@ -242,7 +242,7 @@ class LmdbStore:
     # --- reading ------------------------------------------------------------------------------------------
 
     def get(self, key: bytes) -> memoryview | None:
-        """The record under a key, if there is one: memory of the caller's own, at a multiple of 64."""
+        """The record under a key, if there is one: memory of the caller's own, aligned as `records` says."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -261,7 +261,7 @@ class LmdbStore:
                 [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
             ).tolist()
             block = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
-            memory = block[-block.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
+            memory = block[(LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES :]
             for start, value in zip(starts, values, strict=False):
                 if value is not None:
                     memory[start : start + len(value)] = np.frombuffer(value, np.uint8)
@@ -278,7 +278,7 @@ class LmdbStore:
 
         def lent(env: Any) -> Any:
             with env.begin(buffers=True) as txn:
-                return use([None if key in self._damaged else txn.get(key) for key in keys])
+                return use(list(map(txn.get, keys)))
 
         with self._lock:
             return self._tried(lent)
