@@ -12,7 +12,7 @@ All numbers are little-endian, except for the checksum, which is in XXH3's canon
     24      8      number of bytes of the whole record
     32      S      the spec: JSON as in `spec`, ASCII
     ...     8 * L  number of bytes of each leaf's payload, at the next multiple of 8
-    ...            the payloads in order, each P bytes before the next multiple of 64 (arrays and tensors) or 8
+    ...            the payloads in order, each P bytes before the next multiple of 64 (arrays, tensors) or 8
                    (other leaves); the gaps are zero
 
 Payloads: arrays, tensors and NumPy scalars are their elements in C order and in the dtype's own byte order.
