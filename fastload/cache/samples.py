@@ -122,7 +122,9 @@ class StoredSamples(SampleCache):
         Raises:
             CacheCorruptError: A record is damaged.
         """
-        seeds = (indices.astype(np.uint64) ^ np.uint64(seed_of(self._salt))).tolist()
+        seeds = []
+        if self._salt is not None:
+            seeds = (indices.astype(np.uint64) ^ np.uint64(seed_of(self._salt))).tolist()
 
         def stacked(records: list[Any]) -> Any | None:
             if all(records):
@@ -148,7 +150,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
     Args:
         records: Not empty.
         allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-        seeds: Of their checksums.
+        seeds: Of their checksums; none if they have no checksums.
 
     Returns:
         None if the samples differ in structure, or default_collate would not make tensors or lists of them.
@@ -157,7 +159,9 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
         CacheCorruptError: One of them is damaged.
     """
     num_rows, total = len(records), len(records[0])
-    if checksum_of(records[0], seeds[0]) != records[0][:PREFIX_AT]:  # before its shape claims memory
+    if (
+        seeds and checksum_of(records[0], seeds[0]) != records[0][:PREFIX_AT]
+    ):  # before its shape claims memory
         raise CacheCorruptError("a checksum is wrong")
     first, make = outline(records[0]), tensor_functions()
     leaves = list(enumerate(first.spec.leaves))
@@ -188,9 +192,10 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
         for number, memory in rows:
             start, nbytes = outlines[row].spans[number]
             memory[row * nbytes : (row + 1) * nbytes] = record[start : start + nbytes]
-        checksums.append(checksum_of(record, seeds[row]))  # of what is in the processor's cache now
+        if seeds:
+            checksums.append(checksum_of(record, seeds[row]))  # of what is in the processor's cache now
     stored = [record[:PREFIX_AT] for record in records] if rest is None else [rest[:, :PREFIX_AT].tobytes()]
-    if b"".join(checksums) != b"".join(stored):
+    if seeds and b"".join(checksums) != b"".join(stored):
         raise CacheCorruptError("a checksum is wrong")
     batch, cut = [], 0
     for number, leaf in leaves:
