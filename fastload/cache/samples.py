@@ -81,7 +81,7 @@ class StoredSamples(SampleCache):
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored, ascending."""
-        keys = np.arange(self.num_samples, dtype=f">u{INDEX_BYTES}").view(np.uint8).reshape(-1, INDEX_BYTES)
+        keys = np.arange(self.num_samples, dtype=_INDEX).view(np.uint8).reshape(-1, INDEX_BYTES)
         return np.flatnonzero(~self.store.holds(keys))
 
     def __contains__(self, index: object) -> bool:
@@ -122,9 +122,8 @@ class StoredSamples(SampleCache):
         Raises:
             CacheCorruptError: A record is damaged.
         """
-        seeds = []
-        if self._salt is not None:
-            seeds = (indices.astype(np.uint64) ^ np.uint64(seed_of(self._salt))).tolist()
+        salt = self._salt
+        seeds = [] if salt is None else (indices.astype(np.uint64) ^ np.uint64(seed_of(salt))).tolist()
 
         def stacked(records: list[Any]) -> Any | None:
             if all(records):
@@ -172,14 +171,13 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
     outlines, rest = [first], None
     if {*map(len, records)} == {total}:
         rest = _without(records, [first.spans[number] for number in large])
-        prefixes = rest[:, PREFIX_AT : PREFIX_AT + len(first.prefix)]
-        rest = rest if (prefixes == np.frombuffer(first.prefix, np.uint8)).all() else None
+        if (rest[:, PREFIX_AT:][:, : len(first.prefix)] != np.frombuffer(first.prefix, np.uint8)).any():
+            rest = None
     if rest is None:  # such as texts of different lengths
         outlines, large = list(map(outline, records)), copied
+    ints = [number for number, leaf in leaves if leaf.kind == "int"]
     for spec, _, spans in outlines:
-        if spec != first.spec or any(
-            leaf.kind == "int" and spans[number][1] != INT64_BYTES for number, leaf in leaves
-        ):
+        if spec != first.spec or any(spans[number][1] != INT64_BYTES for number in ints):
             return None
     outlines *= num_rows // len(outlines)
     columns: list[Any] = [
@@ -201,8 +199,8 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
     for number, leaf in leaves:
         start, nbytes = first.spans[number]
         if number not in copied:
-            spans = [each.spans[number] for each in outlines]
-            texts = [bytes(record[at : at + size]) for record, (at, size) in zip(records, spans, strict=True)]
+            spans = (each.spans[number] for each in outlines)
+            texts = (bytes(record[at : at + size]) for record, (at, size) in zip(records, spans, strict=True))
             batch.append([text_value(leaf.kind, text) for text in texts])
             continue
         if number in large:
