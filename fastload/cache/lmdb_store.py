@@ -245,8 +245,7 @@ class LmdbStore:
         with self._lock:
             if self._pending and time.monotonic() >= self._try_at_s:
                 self._commit()
-            copy: memoryview | None = self._tried(lambda env: self._copied(env, key))
-            return copy
+            return self._tried(lambda env: self._copied(env, key))  # type: ignore[no-any-return]
 
     def _copied(self, env: Any, key: bytes) -> memoryview | None:
         with env.begin(buffers=True) as txn:
