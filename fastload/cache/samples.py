@@ -199,10 +199,8 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
     for number, leaf in leaves:
         start, nbytes = first.spans[number]
         if number not in copied:
-            places = (each.spans[number] for each in outlines)
-            texts = (
-                bytes(record[at : at + size]) for record, (at, size) in zip(records, places, strict=True)
-            )
+            parts = (each.spans[number] for each in outlines)
+            texts = (bytes(record[at : at + size]) for record, (at, size) in zip(records, parts, strict=True))
             batch.append([text_value(leaf.kind, text) for text in texts])
             continue
         if number in large:
