@@ -25,6 +25,7 @@ from fastload.cache.fingerprint import KEY_PART, Fingerprint
 from fastload.cache.inventory import PARTIAL, damaged_keys
 from fastload.cache.lmdb_store import LmdbStore, open_store, usable
 from fastload.cache.records import encode, outline
+from fastload.cache.sample_cache import SampleCache
 from fastload.cache.samples import StoredSamples
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory.segment import is_for_child
@@ -99,7 +100,7 @@ class Description:
             except UnsupportedSampleError as error:
                 add_note(error, "in sample 0 of the dataset")
                 raise
-            spec, checksum = outline(record).spec.text.decode("ascii"), record[8:16].hex()
+            spec, checksum = outline(record).spec.text.decode("ascii"), record[:8].hex()
         classes = getattr(dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
         return cls(
@@ -263,9 +264,7 @@ class LMDBCache(StoredSamples):
         """Indices of the stored samples, ascending."""
         return np.delete(np.arange(self.description.num_samples), self.description.left_out)
 
-    def missing(self) -> npt.NDArray[np.intp]:
-        """None: a finished file takes no more samples."""
-        return np.empty(0, np.intp)
+    missing, put = SampleCache.missing, SampleCache.put  # a finished file takes no more samples
 
     @property
     def parts(self) -> dict[str, str] | None:
@@ -295,11 +294,7 @@ class LMDBCache(StoredSamples):
         if index not in self:
             return None
         self._check_unchanged()
-        return super().get(self._number(index))
-
-    def put(self, index: int, sample: Any) -> bool:
-        """False: a finished file takes no more samples."""
-        return False
+        return super().get(index if self._indices is None else int(self._indices[index]))
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, from one look into the file.
@@ -307,7 +302,7 @@ class LMDBCache(StoredSamples):
         Raises:
             CacheCorruptError: A record is damaged or missing.
         """
-        if self._is_closed or not self._left_out.isdisjoint(indices.tolist()):
+        if self._is_closed or (self._left_out and not self._left_out.isdisjoint(indices.tolist())):
             return None
         self._check_unchanged()
         return super().gather(indices if self._indices is None else self._indices[indices], allocate)
@@ -323,10 +318,6 @@ class LMDBCache(StoredSamples):
                 f"the file at {self.path} was changed while it was open, by a program that writes into a "
                 "file (such as cp) instead of replacing it (such as mv): open the cache again"
             )
-
-    def _number(self, index: int) -> int:
-        """The index of a sample in the dataset that the cache was built of."""
-        return index if self._indices is None else int(self._indices[index])
 
     def _checked(self, record: memoryview | None, index: int) -> memoryview:
         try:

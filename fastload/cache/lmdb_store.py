@@ -55,9 +55,8 @@ from fastload.cache.lmdb_file import (
     salt_of,
     why_unopened,
 )
-from fastload.cache.records import ALIGNMENT_BYTES
+from fastload.cache.records import ALIGNMENT_BYTES, LMDB_PLACE
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.memory.segment import round_up
 from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import file_system_of, is_local
 from fastload.system.budget import available_bytes
@@ -242,43 +241,31 @@ class LmdbStore:
     # --- reading ------------------------------------------------------------------------------------------
 
     def get(self, key: bytes) -> memoryview | None:
-        """The record under a key, if there is one: memory of the caller's own, at a multiple of 64."""
-        return self.get_many([key])[0]
-
-    def get_many(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        """The records under some keys, as `get`, read in one transaction into one piece of memory."""
+        """The record under a key, if there is one: memory of the caller's own, aligned as `records` says."""
         with self._lock:
             if self._pending and time.monotonic() >= self._try_at_s:
                 self._commit()
-            return self._tried(lambda env: self._copied(env, keys)) or [None] * len(keys)
+            return self._tried(lambda env: self._copied(env, key))  # type: ignore[no-any-return]
 
-    def _copied(self, env: Any, keys: Sequence[bytes]) -> list[memoryview | None]:
+    def _copied(self, env: Any, key: bytes) -> memoryview | None:
         with env.begin(buffers=True) as txn:
-            values = [
-                (None if key in self._damaged else txn.get(key)) or self._pending.get(key) for key in keys
-            ]
-            starts = np.cumsum(
-                [0, *(round_up(len(value or b""), ALIGNMENT_BYTES) for value in values)]
-            ).tolist()
-            block = np.empty(starts[-1] + ALIGNMENT_BYTES, np.uint8)
-            memory = block[-block.__array_interface__["data"][0] % ALIGNMENT_BYTES :]
-            for start, value in zip(starts, values, strict=False):
-                if value is not None:
-                    memory[start : start + len(value)] = np.frombuffer(value, np.uint8)
-            block.flags.writeable = memory.flags.writeable = (
-                False  # the owner, too: else its views can be made so
-            )
-            return [
-                None if value is None else memory[start : start + len(value)].data
-                for start, value in zip(starts, values, strict=False)
-            ]
+            value = (None if key in self._damaged else txn.get(key)) or self._pending.get(key)
+            if value is None:
+                return None
+            block = np.empty(len(value) + ALIGNMENT_BYTES, np.uint8)
+            start = (LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES
+            memory = block[start : start + len(value)]
+            memory[:] = np.frombuffer(value, np.uint8)
+            # The owner, too: else its views can be made writable.
+            block.flags.writeable = memory.flags.writeable = False
+            return memory.data
 
     def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
         """Call a function with the records under some keys, which are valid until it returns."""
 
         def lent(env: Any) -> Any:
             with env.begin(buffers=True) as txn:
-                return use([None if key in self._damaged else txn.get(key) for key in keys])
+                return use(list(map(txn.get, keys)))
 
         with self._lock:
             return self._tried(lent)

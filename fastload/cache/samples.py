@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.cache.columns import INT64_BYTES
-from fastload.cache.records import PREFIX_AT, decode, is_intact, outline, record_parts
+from fastload.cache.records import PREFIX_AT, checksum_of, decode, is_intact, outline, record_parts, seed_of
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.store import INDEX_BYTES, index_key
 from fastload.errors import CacheCorruptError, CacheError
@@ -17,13 +18,15 @@ from fastload.nested.spec import build_batch, flatten
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
     from fastload.cache.store import Store
 
+_INDEX, _KEY = np.dtype(f">u{INDEX_BYTES}"), np.dtype(f"V{INDEX_BYTES}")
+_LARGE_BYTES = 16 << 10  # of a part of a sample, from which on it is copied into the batch at once
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
@@ -78,7 +81,7 @@ class StoredSamples(SampleCache):
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored, ascending."""
-        keys = np.arange(self.num_samples, dtype=f">u{INDEX_BYTES}").view(np.uint8).reshape(-1, INDEX_BYTES)
+        keys = np.arange(self.num_samples, dtype=_INDEX).view(np.uint8).reshape(-1, INDEX_BYTES)
         return np.flatnonzero(~self.store.holds(keys))
 
     def __contains__(self, index: object) -> bool:
@@ -119,18 +122,18 @@ class StoredSamples(SampleCache):
         Raises:
             CacheCorruptError: A record is damaged.
         """
-        numbers = indices.tolist()
+        salt = self._salt
+        seeds = [] if salt is None else (indices.astype(np.uint64) ^ np.uint64(seed_of(salt))).tolist()
 
-        def stacked(records: list[memoryview | None]) -> Any | None:
-            def check(row: int) -> None:
-                self._checked(records[row], numbers[row])
+        def stacked(records: list[Any]) -> Any | None:
+            if all(records):
+                with contextlib.suppress(CacheCorruptError):
+                    return stack_records(records, allocate, seeds)
+            for record, number in zip(records, indices.tolist(), strict=True):
+                self._checked(record, number)  # raises for the one that is damaged
+            return None
 
-            if None in records:
-                check(records.index(None))  # a cache that should have it raises
-                return None
-            return stack_records(cast("list[memoryview]", records), allocate, check)
-
-        return self.store.lend(list(map(index_key, numbers)), stacked)
+        return self.store.lend(indices.astype(_INDEX).view(_KEY).tolist(), stacked)
 
     def close(self) -> None:
         """Release this process's resources; samples that were handed out stay valid."""
@@ -140,60 +143,77 @@ class StoredSamples(SampleCache):
 # --- a batch of records -----------------------------------------------------------------------------------
 
 
-def stack_records(
-    records: Sequence[memoryview], allocate: Allocate, check: Callable[[int], None] = lambda row: None
-) -> Any | None:
+def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequence[int]) -> Any | None:
     """The batch that default_collate would make of the samples in these records.
 
     Args:
         records: Not empty.
         allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-        check: Raises if the record of a row is damaged. It is called right before the record is copied, which
-            then comes from the processor's cache.
+        seeds: Of their checksums; none if they have no checksums.
 
     Returns:
         None if the samples differ in structure, or default_collate would not make tensors or lists of them.
+
+    Raises:
+        CacheCorruptError: One of them is damaged.
     """
-    check(0)
-    first = outline(records[0])
-    make = tensor_functions()
-    leaves = first.spec.leaves
-    if not all(make.collates(leaf) and len(leaf.shape) < _MAX_DIMENSIONS for leaf in leaves):
+    num_rows, total = len(records), len(records[0])
+    if (
+        seeds and checksum_of(records[0], seeds[0]) != records[0][:PREFIX_AT]
+    ):  # before its shape claims memory
+        raise CacheCorruptError("a checksum is wrong")
+    first, make = outline(records[0]), tensor_functions()
+    leaves = list(enumerate(first.spec.leaves))
+    if not all(make.collates(leaf) and len(leaf.shape) < _MAX_DIMENSIONS for _, leaf in leaves):
         return None
-    size = PREFIX_AT + len(first.prefix)
-    end = max((sum(span) for span in first.spans), default=size)
-    spans = []
-    for row, record in enumerate(records):
-        if len(record) >= end and bytes(record[PREFIX_AT:size]) == first.prefix:  # the usual case
-            spans.append(first.spans)
-            continue
-        check(row)
-        other = outline(record)
-        if other.spec != first.spec:
+    copied = [number for number, leaf in leaves if leaf.kind not in TEXT_KINDS]
+    large = [number for number in copied if first.spans[number][1] >= _LARGE_BYTES]
+    outlines, rest = [first], None
+    if {*map(len, records)} == {total}:
+        rest = _without(records, [first.spans[number] for number in large])
+        if (rest[:, PREFIX_AT:][:, : len(first.prefix)] != np.frombuffer(first.prefix, np.uint8)).any():
+            rest = None
+    if rest is None:  # such as texts of different lengths
+        outlines, large = list(map(outline, records)), copied
+    ints = [number for number, leaf in leaves if leaf.kind == "int"]
+    for spec, _, spans in outlines:
+        if spec != first.spec or any(spans[number][1] != INT64_BYTES for number in ints):
             return None
-        spans.append(other.spans)
-    ints = [number for number, leaf in enumerate(leaves) if leaf.kind == "int"]
-    if any(span[number][1] != INT64_BYTES for span in spans for number in ints):
-        return None  # beyond 64 bits
-    columns: list[Any] = []
-    for leaf in leaves:
-        is_text = leaf.kind in TEXT_KINDS
-        columns.append([] if is_text else allocate((len(records), *leaf.shape), storage_dtype(leaf)))
-    targets = [
-        (number, None if isinstance(column, list) else column.reshape(-1).view(np.uint8).data)
-        for number, column in enumerate(columns)
-        if isinstance(column, list) or column.nbytes
+    outlines *= num_rows // len(outlines)
+    columns: list[Any] = [
+        allocate((num_rows, *leaf.shape), storage_dtype(leaf)) if number in copied else None
+        for number, leaf in leaves
     ]
-    for row, (record, span) in enumerate(zip(records, spans, strict=True)):
-        check(row)
-        for number, rows in targets:
-            start, nbytes = span[number]
-            if rows is None:
-                columns[number].append(text_value(leaves[number].kind, bytes(record[start : start + nbytes])))
-            else:
-                rows[row * nbytes : (row + 1) * nbytes] = record[start : start + nbytes]
-    batch = (
-        column if isinstance(column, list) else make.batch_tensor(leaf, column)
-        for leaf, column in zip(leaves, columns, strict=True)
-    )
-    return build_batch(first.spec.node, batch)
+    rows = [(number, columns[number].reshape(-1).view(np.uint8).data) for number in large]
+    checksums = [] if rows else list(map(checksum_of, records, seeds))
+    for row, record in enumerate(records if rows else ()):
+        for number, memory in rows:
+            start, nbytes = outlines[row].spans[number]
+            memory[row * nbytes : (row + 1) * nbytes] = record[start : start + nbytes]
+        if seeds:
+            checksums.append(checksum_of(record, seeds[row]))  # of what is in the processor's cache now
+    stored = [record[:PREFIX_AT] for record in records] if rest is None else [rest[:, :PREFIX_AT].tobytes()]
+    if seeds and b"".join(checksums) != b"".join(stored):
+        raise CacheCorruptError("a checksum is wrong")
+    batch, cut = [], 0
+    for number, leaf in leaves:
+        start, nbytes = first.spans[number]
+        if number not in copied:
+            parts = (each.spans[number] for each in outlines)
+            texts = (bytes(record[at : at + size]) for record, (at, size) in zip(records, parts, strict=True))
+            batch.append([text_value(leaf.kind, text) for text in texts])
+            continue
+        if number in large:
+            cut += nbytes
+        elif rest is not None and nbytes:
+            columns[number].reshape(num_rows, -1).view(np.uint8)[:] = rest[:, start - cut :][:, :nbytes]
+        batch.append(make.batch_tensor(leaf, columns[number]))
+    return build_batch(first.spec.node, iter(batch))
+
+
+def _without(records: Sequence[memoryview], spans: list[tuple[int, int]]) -> npt.NDArray[np.uint8]:
+    """The bytes outside of some spans of records of one length, `(len(records), nbytes)`."""
+    ends = (start + nbytes for start, nbytes in spans)
+    kept = list(map(slice, (0, *ends), (*(start for start, _ in spans), None)))
+    parts = [record[part] for record in records for part in kept] if spans else records
+    return np.frombuffer(b"".join(parts), np.uint8).reshape(len(records), -1)

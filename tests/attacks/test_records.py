@@ -39,7 +39,7 @@ def forged(spec: Any, *payloads: bytes) -> bytes:
     for kind, payload in zip(kinds, payloads, strict=True):
         unit = 64 if kind in ("array", "tensor") else 8
         content += bytes(-(start + len(content)) % unit) + payload
-    head = struct.pack("<4sHHQIIQ", b"FLrc", 3, 0, 0, len(text), len(words), start + len(content))
+    head = struct.pack("<Q4sHHIIQ", 0, b"FLrc", 4, 0, len(text), len(words), start + len(content))
     return head + text.ljust(at - 32, b"\0") + struct.pack(f"<{len(words)}Q", *words) + content
 
 
@@ -130,7 +130,7 @@ def test_a_forged_file_is_not_stored(forge: Any, tmp_path: Path) -> None:
     files, key = DecodedFiles(open_files(str(tmp_path / "files"))), key_of(2)
     assert files.put(key_of(1), np.arange(300), None)
     record = bytearray(forge())
-    record[8:16] = xxhash.xxh3_64(key + record[16:]).intdigest().to_bytes(8, "little")
+    record[:8] = xxhash.xxh3_64_digest(record[8:], records.seed_of(key))
     assert records.is_intact(record, key)
     files.store.put(key, [record])
     files.store.close()

@@ -16,7 +16,7 @@ def read_cache(path):
         environment.begin() as transaction,
     ):
         meta = json.loads(transaction.get(b"meta").splitlines()[0])
-        if meta["version"] != 5:
+        if meta["version"] != 6:
             raise ValueError(f"{path} is of another format")
         is_of_samples = meta["kind"] == "samples"
         values = {
@@ -46,7 +46,7 @@ def read_note(text):
 
 def read_record(record):
     """The value in a record; a tensor as an array."""
-    spec_bytes, count = struct.unpack_from("<II", record, 16)
+    place, spec_bytes, count = struct.unpack_from("<HII", record, 14)
     at = -(-(32 + spec_bytes) // 8) * 8
     lengths = iter(struct.unpack_from(f"<{count}Q", record, at))
     at += 8 * count
@@ -60,7 +60,7 @@ def read_record(record):
         if kind == "namedtuple":
             return ".".join(more[:2]), dict(zip(more[2], (read(*node) for node in more[3]), strict=True))
         unit = 64 if kind in ("array", "tensor") else 8
-        start = -(-at // unit) * unit
+        start = -(-(place + at) // unit) * unit - place
         at = start + next(lengths)
         return read_leaf(record[start:at], kind, *more)
 

@@ -109,17 +109,6 @@ def test_any_lmdb_program_reads_it(path: str) -> None:
     assert (meta["kind"], meta["note"], meta["more"], meta["finished"]) == ("files", "x", [1], True)
 
 
-def test_many_records_are_read_in_one_transaction(path: str) -> None:
-    """In the order of their keys, those that are missing and pending among them."""
-    store = open_store(path, {"kind": "files"})
-    stored(store, range(4))
-    put(store, [5])
-    found = store.get_many([key_of(number) for number in (3, 7, 5, 0)])
-    assert found[1] is None
-    assert [decode(found[place]).nbytes for place in (0, 2, 3)] == [array_of(n).nbytes for n in (3, 5, 0)]
-    assert store.get_many([]) == []
-
-
 def test_a_process_has_one_store_for_a_file(path: str) -> None:
     """LMDB may not open one twice."""
     store = open_store(path, {"kind": "files"})

@@ -17,11 +17,13 @@ import hypothesis.extra.numpy as npst
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils.data import default_collate
 
-from fastload.cache.records import ALIGNMENT_BYTES, decode, encode, is_intact
+from fastload.cache.records import ALIGNMENT_BYTES, LMDB_PLACE, decode, encode, is_intact
 from fastload.cache.samples import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.nested.leaf import TENSOR_STORAGE
@@ -76,8 +78,21 @@ def test_round_trip(sample: Any) -> None:
         if isinstance(array, np.ndarray) and array.size:
             offset = array.__array_interface__["data"][0] - start
             assert 0 < offset < len(text)
-            assert offset % ALIGNMENT_BYTES == 0
+            assert (LMDB_PLACE + offset) % ALIGNMENT_BYTES == 0
             assert (array.flags.c_contiguous, array.flags.writeable) == (True, False)
+
+
+@pytest.mark.parametrize("side", [0, 8, 80])
+@pytest.mark.parametrize("texts", [("one", "two", "six"), ("a", "", "three"), ("a" * 20_000, "b", "c")])
+def test_a_batch_of_records_is_that_of_default_collate(side: int, texts: tuple[str, ...]) -> None:
+    """Of small and large arrays, several in a record, beside numbers and texts; of records of any length."""
+    rng = np.random.default_rng(side)
+    samples = [
+        (rng.random((side, side, 3)), text, len(text), Pair(rng.random((side, 64)), torch.arange(side * 99)))
+        for text in texts
+    ]
+    records = [memoryview(encode(sample)) for sample in samples]
+    assert_same_samples(stack_records(records, np.empty, [0, 0, 0]), default_collate(samples))
 
 
 @pytest.mark.slow
@@ -91,7 +106,7 @@ def test_damage_raises_at_worst(data: st.DataObject) -> None:
     end = data.draw(st.integers(0, len(record)))
     records = data.draw(st.permutations([record, record, bytes(damaged[:end])]))
     with contextlib.suppress(CacheError):
-        stack_records([memoryview(text) for text in records], np.empty)
+        stack_records([memoryview(text) for text in records], np.empty, [0, 0, 0])
     with contextlib.suppress(CacheError):
         decode(bytes(damaged[:end]))
 
@@ -200,7 +215,7 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
     [
         (Pair(1, 2), b"tests.cache.zoo", b"tests.cache.xyz", r"import tests\.cache\.xyz"),  # imports nothing
         (Pair(1, 2), b'"Pair"', b'"Imag"', "no such class"),  # another object is not called
-        (1, b"FLrc\x03", b"FLrc\x01", "not a record of format 3"),
+        (1, b"FLrc\x04", b"FLrc\x01", "not a record of format 4"),
         (1, b"\x08\0\0\0\0\0\0\0\x01", b"\x08\0\0\0\0\0\0\x09\x01", "claims .* bytes, which is impossible"),
         ("text", b"text", b"\xff\xfe\xfd\xfc", "a record's str"),
     ],
@@ -209,9 +224,10 @@ def test_a_record_that_was_changed(sample: Any, old: bytes, new: bytes, said: st
     """A class that is no namedtuple of an imported module, a format and damage raise, also in a batch."""
     text = encode(sample)
     assert old in text
-    for read in (decode, lambda record: stack_records([record], np.empty)):
+    forged = text.replace(old, new)[8:]
+    for read in (decode, lambda record: stack_records([record], np.empty, [0])):
         with pytest.raises(CacheError, match=said):
-            read(memoryview(text.replace(old, new)))
+            read(memoryview(xxhash.xxh3_64_digest(forged) + forged))
 
 
 def test_what_no_array_has_is_damage() -> None:
@@ -222,7 +238,7 @@ def test_what_no_array_has_is_damage() -> None:
                 Spec.parse(json.dumps([kind, dtype, shape]).encode())
     text = memoryview(encode((np.arange(100), "text")))
     with pytest.raises(CacheCorruptError, match=r"a record claims .* bytes, but only .* are there"):
-        stack_records([text, text[:-1]], np.empty)
+        stack_records([text, text[:-1]], np.empty, [0, 0])
 
 
 def test_specs_are_equal_by_value() -> None:

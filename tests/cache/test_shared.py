@@ -123,7 +123,7 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -
     cache = make(dataset := RaggedImages(30), max_memory)
     left_bytes, fitting = cache._arena._limits.used_bytes, []
     for index in range(30):
-        nbytes = claimed_bytes(record_parts(*flatten(dataset.sample(index)))[1])
+        nbytes = claimed_bytes(record_parts(*flatten(dataset.sample(index)), None)[1])
         if nbytes <= left_bytes:
             left_bytes -= nbytes
             fitting.append(index)
