@@ -26,7 +26,7 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
     "loader errors version __init__ __main__": (437, 420),
-    "epochs": (1634, 1050),
+    "epochs": (1623, 1050),
     "workers": (1984, 1150),
     "batch": (1336, 800),
     "cache": (4377, 2600),

@@ -237,7 +237,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         if reply.kind is ReplyKind.ENDED:
             self._finish(0)
             self._end()
-        self.position.fetched(pending.index, 0, reply.dataset_state, pending.number)
+        self.position.fetched(pending.index, 0, reply.dataset_state)
         return self._result(pending, reply)
 
     def _next_batch(self, *, must_wait: bool) -> tuple[Any, Size] | None:
@@ -288,6 +288,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def _result(self, pending: PendingBatch, reply: BatchReply) -> tuple[Any, Size]:
         """The batch of a reply, or its error."""
         payload, reply.payload = reply.payload, None
+        self.last = pending
         if reply.failed:
             self._failures.note(reply.failed)
         if reply.kind is ReplyKind.ERROR:
@@ -303,7 +304,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         worker = pending.worker
         self._schedule.remove(worker)
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
-            self.position.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
+            self.position.fetched(pending.index, worker, pending.reply.dataset_state)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastload.epochs.position import Position
     from fastload.epochs.stats import Clock, Size
     from fastload.system.remote_error import RemoteError
+    from fastload.workers.messages import PendingBatch
 
 
 class EpochIterator:
@@ -27,6 +28,7 @@ class EpochIterator:
         turn: Held by the one thread that takes and counts batches.
         clock: Measures the epoch; None: an iterator around this one measures.
         num_workers: The number of workers.
+        last: What was asked for with the last batch.
         num_taken: How many batches of the epoch the caller has with the one that `next_sized` returned last;
             None: all that were fetched.
         device_wait_ns: How long `next` has waited for the device to catch up, not for data, so far.
@@ -37,6 +39,7 @@ class EpochIterator:
     turn: Any = contextlib.nullcontext()  # an RLock where threads can share the iterator
     clock: Clock | None = None
     num_workers: int
+    last: PendingBatch
     num_taken: int | None = None
     device_wait_ns: int = 0
 

@@ -79,7 +79,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self.position = position = self.source.position
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
-            self._transform = EpochTransform(loader, position)
+            self._transform = EpochTransform(loader, self.source)
         if self._device is not None:
             self._ahead = ahead = _FetchedAhead(self.source, position)
             next_transform = None if self._transform is None else self._transform.of_fetched
@@ -187,22 +187,22 @@ class EpochTransform:
 
     Args:
         loader: The loader.
-        position: The position of the epoch.
+        source: Fetches its batches.
     """
 
-    def __init__(self, loader: Any, position: Position) -> None:
+    def __init__(self, loader: Any, source: Any) -> None:
         function = loader.device_transform
         self._function = compose(function)
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
-        self._position = position
+        self._source = source
         self._auto_collation = has_auto_collation(loader)
         self._first_call = 0 if loader.batch_transform is None else AFTER_BATCH_TRANSFORM
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
-        position = self._position
-        index, key = position.fetched_key or ((), position.batch_key(position.fetched_number))
-        return functools.partial(self._call, key, index if self._auto_collation else (index,))
+        last = self._source.last
+        key = last.key or self._source.position.batch_key(last.number)
+        return functools.partial(self._call, key, last.index if self._auto_collation else (last.index,))
 
     def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:
         # New draws for each call: a batch that found no memory on the device is transformed again.

@@ -80,9 +80,6 @@ class Position:
         ahead: The index, worker and dataset state of batches that were fetched and that the caller has not
             received: they are prefetched, or an error came instead of them.
         has_ended: Whether no batch is left to be fetched.
-        fetched_number: The number of the last fetched batch. It is a guess where torch's own workers fetch
-            with `in_order=False`.
-        fetched_key: With `seeding="sample"`: its index, and its key; None where the number is a guess.
         sampler_iter: The sampler's iterator in a resumed epoch, which `replay` can wrap.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
@@ -108,8 +105,6 @@ class Position:
     error: RemoteError | None = field(init=False, default=None)
     ahead: deque[tuple[Any, int, DatasetState | None]] = field(init=False, default_factory=deque)
     has_ended: bool = field(init=False, default=False)
-    fetched_number: int = field(init=False, default=0)
-    fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
     sampler_iter: Iterator[Any] | None = field(init=False, default=None)
     loads_dataset_states: bool = field(init=False, default=False)
     count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
@@ -118,8 +113,6 @@ class Position:
     _loaded: Position | None = field(init=False, default=None)
     _is_of_other_rank: bool = field(init=False, default=False)
     _default_state: torch.Tensor | None = field(init=False, default=None)
-    # With seeding="sample": what was counted and not yet fetched, by the number of the batch.
-    _counted: dict[int, tuple[Any, BatchKey]] = field(init=False, default_factory=dict)
     _next_number: int = field(init=False, default=0)
 
     @property
@@ -318,7 +311,6 @@ class Position:
                     f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
                     f"{self.num_received}: give the loader {_SAME}"
                 ) from None
-        self._counted.clear()  # the skipped batches are not fetched
         is_same = self.checksum[1] == expected
         if not self._is_of_other_rank:
             if num_batches == num_checked and not is_same:
@@ -356,32 +348,21 @@ class Position:
         if self.count_occurrences is None:
             return index, key
         index, occurrences = self.count_occurrences(index)
-        counted = self._counted[number] = index, key._replace(occurrences=occurrences)
-        return counted
+        return index, key._replace(occurrences=occurrences)
 
     @property
     def num_fetched(self) -> int:
         """How many batches were fetched: the caller has received them, or they are ahead."""
         return self.num_received + len(self.ahead)
 
-    def fetched(
-        self,
-        index: Any,
-        worker: int = 0,
-        dataset_state: DatasetState | None = None,
-        number: int | None = None,
-    ) -> None:
+    def fetched(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Record that a batch was fetched, or an error instead of it; `receive_until` counts it.
 
         Args:
             index: Its index, or list of indices, from the sampler.
             worker: The worker that made it.
             dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
-            number: The number of the batch; None: nobody knows, and so many were fetched before it.
         """
-        self.fetched_number = self.num_fetched if number is None else number
-        counted = self._counted.pop(self.fetched_number, None) if self._counted else None
-        self.fetched_key = None if number is None else counted
         self.ahead.append((index, worker, dataset_state))
 
     def receive_until(self, number: int | None) -> None:

@@ -21,7 +21,7 @@ from fastload.epochs.position import Position
 from fastload.memory.lease import BufferPool
 from fastload.system import torch_private
 from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.messages import ReplyKind
+from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.settings import plan_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
             self.file_cache.poll()
         while not self.position.has_ended:
             try:
-                number, worker, payload, reply = super()._next_data()  # type: ignore[no-untyped-call]
+                self.last, payload, reply = super()._next_data()  # type: ignore[no-untyped-call]
             except StopIteration:
                 break
             except Exception:
@@ -88,13 +88,13 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
                 raise
             self.count(reply.counters)
             if reply.kind is ReplyKind.ENDED:
-                self._ended.add(worker)
+                self._ended.add(self.last.worker)
                 if len(self._ended) == self._num_workers:
                     break
                 continue
-            self.position.fetched(None, worker, None, number)
+            self.position.fetched(None)
             if reply.kind is ReplyKind.ERROR:
-                raise_remote(payload, f"batch {number}, worker {worker}")
+                raise_remote(payload, f"batch {self.last.number}, worker {self.last.worker}")
             self.failures.note(reply.failed)
             return payload, (reply.num_samples, nbytes_of(payload))
         self.position.has_ended = True
@@ -163,8 +163,8 @@ class WholeBatches:
         self._maker.begin()
         self._idle_since_ns = time.perf_counter_ns()
 
-    def __getitem__(self, task: _Task) -> tuple[int, int, Any, BatchReply]:
-        """The number of the batch, the worker, and the reply, whose payload torch may pin."""
+    def __getitem__(self, task: _Task) -> tuple[PendingBatch, Any, BatchReply]:
+        """What was asked for, and the reply, whose payload torch may pin."""
         epoch, number, index, key = task
         self._maker.waited(self._idle_since_ns)
         if self._epoch != epoch:
@@ -175,7 +175,7 @@ class WholeBatches:
         self._buffers.end()
         payload, reply.payload = reply.payload, None
         self._idle_since_ns = time.perf_counter_ns()
-        return number, self._id, payload, reply
+        return PendingBatch(number, self._id, index if key else None, key), payload, reply
 
 
 def _same(batch: Any) -> Any:
