@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1623, 1050),
     "workers": (1984, 1150),
     "batch": (1336, 800),
-    "cache": (4377, 2600),
+    "cache": (4352, 2600),
     "readers": (1634, 1200),
     "images": (730, 600),
     "augmentation": (958, 800),

@@ -98,21 +98,11 @@ def build_lmdb(
     check_options(num_workers, on_error, max_errors)
     path, known = os.path.abspath(path), dict(probed or {})
 
-    def opened() -> LMDBCache:
-        """What is at the path, after it was compared with the dataset."""
-        cache = opened_lmdb(path)
-        is_compared = fingerprint is None or cache.description.parts is None
-        if is_compared and 0 not in known and 0 in cache and len(dataset):
-            with contextlib.suppress(*[Exception] * (on_error == "skip")):
-                known[0] = read_unnoticed(dataset, 0)
-        check_source(cache, Description.of(dataset, known, fingerprint))
-        return cache
-
     if os.path.lexists(path) and not force:
-        return opened()
+        return compared(_opened(path), dataset, known, fingerprint)
     with only_builder(path, wait=wait):
         if os.path.lexists(path) and not force:  # another process has just built it
-            return opened()
+            return compared(_opened(path), dataset, known, fingerprint)
         _probe(dataset, known, on_error)
         here = Description.of(dataset, known, fingerprint)
         store = _begin(path, here, force=force)
@@ -138,12 +128,29 @@ def build_lmdb(
     return cache
 
 
-def opened_lmdb(path: str) -> LMDBCache:
-    """What is at a path where a cache can be built.
+def compared(
+    cache: LMDBCache, dataset: Any, known: dict[int, Any], fingerprint: Fingerprint | None
+) -> LMDBCache:
+    """The cache, after it was compared with a dataset, by fingerprints or else by sample 0.
+
+    Args:
+        cache: The cache.
+        dataset: Map-style.
+        known: Samples that were already read, by index.
+        fingerprint: Of the samples.
 
     Raises:
-        CacheCorruptError, CacheMismatchError: It is no cache that can be read.
+        CacheMismatchError: It was made from other samples.
     """
+    is_told = fingerprint is not None and not fingerprint.needs_key and cache.description.parts is not None
+    if not is_told and 0 not in known and 0 in cache and len(dataset):
+        with contextlib.suppress(Exception):  # it may have gone since the build
+            known[0] = read_unnoticed(dataset, 0)
+    check_source(cache, Description.of(dataset, known, fingerprint))
+    return cache
+
+
+def _opened(path: str) -> LMDBCache:
     try:
         return LMDBCache(path)
     except (CacheCorruptError, CacheMismatchError) as error:

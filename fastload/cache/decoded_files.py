@@ -15,7 +15,6 @@ Rules for stores that outlive this system:
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import os
 import platform
@@ -69,13 +68,6 @@ def open_files(path: str) -> LmdbStore:
             f"cache={'lmdb:' + path!r}), or use a different path for decoded files"
         )
     return store
-
-
-def is_of_files(path: str) -> bool:
-    """Whether there are decoded files on disk at a path, of this format."""
-    with contextlib.suppress(CacheError, FileNotFoundError):
-        return bool(open_store(path).meta.get("kind") == KIND)
-    return False
 
 
 def details_of(store: LmdbStore) -> dict[str, Any]:

@@ -362,7 +362,10 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
     """
     store = open_existing(path)
     if store.meta["kind"] != KIND:
-        raise of_files(path)
+        raise CacheMismatchError(
+            f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
+            f"cache={f'lmdb:{path}'!r}), or use a different path for the samples of CachedDataset"
+        )
     description = described(store)
     if not store.meta["finished"]:
         raise CacheMismatchError(f"{path} is the file of an unfinished build: run the build again")
@@ -372,14 +375,6 @@ def open_finished(path: str) -> tuple[LmdbStore, Description]:
             f"{path} should have {num_records:,} records, but has {store.num_records:,}: {CURE}"
         )
     return store, description
-
-
-def of_files(path: str) -> CacheMismatchError:
-    """The error of a file of another kind."""
-    return CacheMismatchError(
-        f"{path} has decoded files, not samples: read it with fastload.DataLoader(dataset, "
-        f"cache={f'lmdb:{path}'!r}), or use a different path for the samples of CachedDataset"
-    )
 
 
 def open_existing(path: str) -> LmdbStore:

@@ -12,18 +12,15 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.build import build_lmdb, opened_lmdb
-from fastload.cache.decoded_files import is_of_files
+from fastload.cache.build import build_lmdb, compared
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, why_private
-from fastload.cache.finished import Description, LMDBCache, check_source, of_files
+from fastload.cache.finished import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -135,7 +132,7 @@ def open_cache(
     if isinstance(place, SampleCache):
         opened = _given(samples, place)
     elif place.startswith(DISK):
-        opened = _open_lmdb(samples, place.removeprefix(DISK), options)
+        opened = build_lmdb(source, place.removeprefix(DISK), fingerprint=samples.fingerprint, **options)
     elif "auto" in (place, max_memory):
         opened = _ram_cache(samples, max_memory if place == "auto" else place)
     else:
@@ -154,7 +151,7 @@ def open_cache(
 def _given(samples: _Samples, cache: SampleCache) -> SampleCache:
     if isinstance(cache, LMDBCache):
         is_source = isinstance(samples.source, LMDBDataset) and samples.source.cache is cache
-        return cache if is_source else _checked_lmdb(samples, cache)
+        return cache if is_source else compared(cache, samples.source, {}, samples.fingerprint)
     samples.examine()
     if cache.num_samples != len(samples):
         raise CacheMismatchError(
@@ -229,28 +226,3 @@ def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
             f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
             "covers too little. Use a different key, or end the processes that hold that cache"
         )
-
-
-# --- caches on disk --------------------------------------------------------------------------------------
-
-
-def _open_lmdb(samples: _Samples, path: str, options: dict[str, Any]) -> LMDBCache:
-    """The cache at a path, which is built if it does not exist."""
-    if os.path.lexists(path):
-        if is_of_files(path):
-            raise of_files(path)
-        return _checked_lmdb(samples, opened_lmdb(path))
-    samples.examine()
-    known: dict[str, Any] = {"probed": samples.examples, "fingerprint": samples.fingerprint}
-    return build_lmdb(samples.source, path, **known, **options)
-
-
-def _checked_lmdb(samples: _Samples, cache: LMDBCache) -> LMDBCache:
-    """The cache, after it was compared with the samples."""
-    if samples.fingerprint is None or cache.description.parts is None:
-        samples.examine()
-    elif len(samples) and samples.fingerprint.needs_key:
-        with contextlib.suppress(Exception):  # the source may have gone since the build
-            samples.examples[0] = read_unnoticed(samples.source, 0)
-    check_source(cache, Description.of(samples.source, samples.examples, samples.fingerprint))
-    return cache
