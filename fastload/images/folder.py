@@ -193,31 +193,27 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         """Every (path, label), as a view that makes each pair on demand.
 
         Can be set, before a CachedDataset is made of this folder: to a selection, or to other files and
-        labels. A remote folder has only its own files.
+        labels. Of a remote folder, `torch.utils.data.Subset` selects samples.
 
         Raises:
             TypeError: if a sample is not a pair of a path and an int.
-            ValueError: if a file is not in this remote folder, or a label is negative.
+            ValueError: if the folder is remote, or a label is negative.
         """
         return SequenceView(self._sample, len(self))
 
     @samples.setter
     def samples(self, samples: Iterable[tuple[str | os.PathLike[str], SupportsIndex]]) -> None:
+        if self._remote is not None:
+            raise ValueError(
+                f"the samples of the remote folder {self.root} are its files: select some with "
+                "torch.utils.data.Subset(folder, indices)"
+            )
         pairs = [(os.fspath(path), operator.index(label)) for path, label in samples]
         if any(label < 0 for _, label in pairs):
             raise ValueError("a label is the number of a class, but samples has a negative one")
-        if self._remote is None:
-            prefix = os.path.join(self._root, "")
-            below = ((path, path.removeprefix(prefix)) for path, _ in pairs)
-            paths = [os.fsencode(os.path.abspath(path) if name == path else name) for path, name in below]
-        else:
-            numbers = {path: number for number, (path, _) in enumerate(self.samples)}
-            unknown = next((path for path, _ in pairs if path not in numbers), None)
-            if unknown is not None:
-                raise ValueError(f"{unknown} is not in the list of files of {self.root}")
-            chosen = [numbers[path] for path, _ in pairs]
-            paths = [self._relative_path(number) for number in chosen]
-            self._nbytes = None if self._nbytes is None else self._nbytes[chosen]
+        prefix = os.path.join(self._root, "")
+        below = ((path, path.removeprefix(prefix)) for path, _ in pairs)
+        paths = [os.fsencode(os.path.abspath(path) if name == path else name) for path, name in below]
         self._paths = b"".join(paths)
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
         self._labels = np.array([label for _, label in pairs], np.int64)
@@ -258,9 +254,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=DIGEST_BYTES)
         if self._labels is not None:
             classes.update(self._labels.tobytes())
-            if self._remote is not None:  # some of the files in its list
-                chosen = hashlib.blake2b(self._paths + self._path_ends.tobytes(), digest_size=DIGEST_BYTES)
-                files = f"{files} {chosen.hexdigest()}"
         return {
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",

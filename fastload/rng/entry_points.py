@@ -105,7 +105,6 @@ class _Thread(threading.local):
 
 THREAD = _Thread()
 _process_source: RandomSource | None = None
-_any_user_seeded = False  # whether the user has seeded any transform while samples were read
 
 
 def current_source() -> RandomSource | None:
@@ -250,7 +249,7 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
     def get(transform: Any) -> Any:
         # Four to ten draws of a call come here: after the first one, the answer is known.
         streams = THREAD.streams
-        if is_of_pair and streams.pair is not None and not _any_user_seeded:
+        if is_of_pair and streams.pair is not None and _USER_SEEDED not in vars(transform):
             generator = streams.pair[position]
             if generator is not None:
                 return generator
@@ -282,15 +281,14 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
 
 
 def _pair(source: RandomSource, transform: Any) -> tuple[Any, Any]:
-    if _any_user_seeded and source.was_seeded_by_user(transform):
+    if source.was_seeded_by_user(transform):
         return None, None
     streams = THREAD.streams
     root = streams.root
     if root is None:
         return source.pair(transform) or (None, None)
     if streams.pair is None:  # else it is known since the first draw of this call
-        is_user_seeded = _any_user_seeded and source.was_seeded_by_user(root)
-        streams.pair = (None if is_user_seeded else source.pair(root)) or (None, None)
+        streams.pair = (None if source.was_seeded_by_user(root) else source.pair(root)) or (None, None)
     return streams.pair  # type: ignore[no-any-return]
 
 
@@ -332,7 +330,6 @@ def _noting_user_seeds(method: Any) -> Any:
     """
 
     def noting_user_seeds(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _any_user_seeded
         outer = THREAD.is_user_seeding
         if outer is None:
             is_made = hasattr(self, "seed") or not hasattr(self, "set_random_seed")  # MONAI's lack both
@@ -344,7 +341,6 @@ def _noting_user_seeds(method: Any) -> Any:
             source = current_source()
             if THREAD.is_user_seeding and source is not None:
                 vars(self)[_USER_SEEDED] = source.token
-                _any_user_seeded = True
                 if not source.adds_worker_seed and vars(self).get("_manual_random_state") is False:
                     self.set_random_state(np.random.default_rng(self.seed), random.Random(self.seed))
             THREAD.is_user_seeding = outer
