@@ -201,6 +201,7 @@ def test_an_error_of_devices_is_explained(text: str, is_of_devices: bool) -> Non
     with pytest.raises(RuntimeError) as caught:
         next(iter(DataLoader(IMAGES, 4, device="cpu", device_transform=transform)))
     (note,) = caught.value.__notes__
+    assert note.startswith("raised by device_transform, which gets whole batches on cpu")
     assert ("the loader does not move a module's own tensors there" in note) is is_of_devices
 
 

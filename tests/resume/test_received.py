@@ -221,11 +221,14 @@ def test_a_device_without_memory_keeps_its_batch(fake: Any, monkeypatch: pytest.
         taken = list(itertools.islice(iterator, 5))
         is_full = True
         taken += taken_until_error(iterator, torch.OutOfMemoryError)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            next(iterator)
         state = loader.state_dict()
         is_full = False
         taken.append(next(iterator))
         later = loader.state_dict()
 
+    assert "tries the same batch again" in caught.value.__notes__[0]
     assert (state["_num_yielded"], later["_num_yielded"]) == (len(taken) - 1, len(taken))
     assert_each_once(fake, taken, rest_of("device", later))
 
