@@ -16,7 +16,6 @@ import pickle
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.plan import Plan
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system import by_value
@@ -24,6 +23,8 @@ from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastload.batch.plan import Plan
 
 
 class PickledPlan:
