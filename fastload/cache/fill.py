@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -33,7 +34,6 @@ from fastload.system.checks import as_int, check_arguments, integer, one_of, opt
 from fastload.system.child_process import enter_child, handlers_blocked
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.notes import add_note
-from fastload.system.remote_error import text_of
 from fastload.system.torch_private import set_worker_info
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
@@ -76,7 +76,7 @@ class Failure(NamedTuple):
         """The failure of a sample in this process."""
         notes = [", ".join(filter(None, (f"in sample {index} of the dataset", path_of(error))))]
         if get_worker_info() is not None:
-            notes.append(f"raised in a worker process:\n{text_of(error)}")
+            notes.append(f"raised in a worker process:\n{''.join(traceback.format_exception(error))}")
         if not isinstance(error, _NEVER_LEFT_OUT):
             notes.append('on_error="skip" leaves out samples that cannot be read')
         if get_worker_info() is not None:

@@ -65,11 +65,16 @@ def _start(output: str | None, pid: int) -> None:
         return
     from fastload.profiling.hooks import FOLDER
     from fastload.profiling.session import Profile
-    from fastload.system.remote_error import hide_frames
 
-    def excepthook(kind: Any, error: BaseException, traceback: Any) -> None:
-        hide_frames(error, (FOLDER,))
-        show(kind, error, traceback)
+    def excepthook(kind: Any, error: BaseException, step: Any) -> None:
+        steps, shown = [], None  # all frames but those of the profiler
+        while step is not None:
+            steps.append(step)
+            step = step.tb_next
+        for step in reversed(steps):
+            if not step.tb_frame.f_code.co_filename.startswith(FOLDER):
+                step.tb_next, shown = shown, step
+        show(kind, error.with_traceback(shown), shown)
 
     show, sys.excepthook = sys.excepthook, excepthook
     atexit.register(_report, Profile(()).start(), output, pid)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.memory.segment import PAGE_BYTES, create_slot_segment, populate, round_up, why_unsupported
+from fastload.memory.segment import PAGE_BYTES, populate, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,19 +113,6 @@ def _free_as_torch(nbytes: int) -> None:
     """
     with contextlib.suppress(MemoryError):  # a limit on address space; nothing is written to the block
         np.empty(min(nbytes, _MAX_THRESHOLD_BYTES), np.uint8)
-
-
-def shared_memory(nbytes: int) -> Memory:
-    """Pages of a segment, allocated now; private pages where the system has no shared memory.
-
-    Raises:
-        SharedMemoryError: The memory is not available.
-    """
-    if why_unsupported() is not None:
-        return private_memory(nbytes)
-    segment, mapping = create_slot_segment(nbytes)
-    segment.close()  # the mapping stays
-    return Memory(mapping, shared=True)
 
 
 class RecentPeak:

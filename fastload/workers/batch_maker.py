@@ -182,7 +182,7 @@ class BatchMaker:
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:
         if self._is_thread:
-            return RemoteError.itself(error, place)
+            return RemoteError(error, place)
         return RemoteError.current(self.where, place)
 
 

@@ -16,7 +16,6 @@ import pickle
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.plan import Plan
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system import by_value
@@ -24,6 +23,8 @@ from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastload.batch.plan import Plan
 
 
 class PickledPlan:
@@ -53,7 +54,7 @@ class PickledPlan:
             offset += round_up(size, mmap.PAGESIZE)
         _received_fds[:] = self._fds
         try:
-            plan = pickle.loads(parts[0], buffers=parts[1:])
+            return pickle.loads(parts[0], buffers=parts[1:])  # type: ignore[no-any-return]
         except FastloadError:
             raise  # of a cache that this process cannot open
         except Exception as error:  # the user's objects can raise anything
@@ -68,9 +69,6 @@ class PickledPlan:
         finally:
             _received_fds.clear()
             self.close()
-        if not isinstance(plan, Plan):
-            raise TypeError(f"expected a pickled Plan, got {type(plan)}")
-        return plan
 
     def close(self) -> None:
         """Close the descriptors; the parent calls this once all workers have been started."""
@@ -96,20 +94,17 @@ def pickle_plan(plan: Plan) -> PickledPlan:
     Raises:
         Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
     """
-    fds: list[int] = []
-    buffers: list[pickle.PickleBuffer] = []
+    try:
+        head, buffers, fds = _dump(plan)
+    except Exception as error:
+        add_note(error, explain(plan))
+        raise
+    views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    nbytes, offset = sum(round_up(len(view), mmap.PAGESIZE) for view in views), 0
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: _close_all(fds))
-        try:
-            head = _dump(plan, buffers, fds)
-        except Exception as error:
-            add_note(error, explain(plan, _can_be_sent, _ADVICE.format(_or_install())))
-            raise
-        views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-        nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
+        undo.callback(_close_all, fds)
         segment = Segment.create(nbytes, name="fastload-plan")
         undo.callback(segment.close)
-        offset = 0
         for view in views:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
@@ -123,20 +118,17 @@ def _close_all(fds: list[int]) -> None:
     fds.clear()
 
 
-def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> bytes:
-    """The pickle of a value.
+def _dump(value: Any) -> tuple[bytes, list[pickle.PickleBuffer], list[int]]:
+    """The pickle of a value, the buffers outside of it, and duplicates of the descriptors in it.
 
     Plain pickle comes first, unless workers cannot import the main module: then it would write names that no
     worker finds, and not fail.
 
-    Args:
-        value: The value.
-        buffers: Gets what lies outside of the pickle.
-        fds: Gets duplicates of the descriptors in it.
-
     Raises:
         Exception: The error of the first way to pickle it.
     """
+    buffers: list[pickle.PickleBuffer] = []
+    fds: list[int] = []
 
     def take(buffer: pickle.PickleBuffer) -> bool:
         # A read-only buffer or a small one stays in the pickle.
@@ -155,7 +147,7 @@ def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> byt
         try:
             with _collect_descriptors(fds):
                 dump(value, file, take)
-            return file.getvalue()
+            return file.getvalue(), buffers, fds
         except Exception as error:  # noqa: BLE001 - of the user's objects; raised if there is no other way
             reasons.append(error)
             buffers.clear()
@@ -208,35 +200,19 @@ def _collect_descriptors(fds: list[int]) -> Any:
 # --- finding the attribute that cannot be pickled ---------------------------------------------------------
 
 
-_ADVICE = (
-    "Define functions and classes at the top level of a module, not as lambdas or local functions{}; open "
-    "files and connections in the worker, on first use; or use multiprocessing_context='fork'."
-)
-
-
-def explain(plan: Plan, can_be_sent: Callable[[Any], bool], advice: str) -> str:
-    """A note for an error that kept ``plan`` from being pickled: which attribute it is, and what to do.
-
-    Args:
-        plan: The plan.
-        can_be_sent: Whether a part of it can be pickled.
-        advice: What to do.
-    """
+def explain(plan: Plan) -> str:
+    """A note for an error that kept ``plan`` from being pickled: which attribute it is, and what to do."""
     for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
         owner = getattr(plan, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
-            if not can_be_sent(value):
-                return f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. {advice}"
+            try:
+                _close_all(_dump(value)[2])
+            except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
+                return (
+                    f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. Define "
+                    f"functions and classes at the top level of a module, not as lambdas or local functions"
+                    f"{_or_install()}; open files and connections in the worker, on first use; or use "
+                    "multiprocessing_context='fork'."
+                )
     return "fastload: the dataset could not be sent to a worker process"
-
-
-def _can_be_sent(value: Any) -> bool:
-    fds: list[int] = []
-    try:
-        _dump(value, [], fds)
-    except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
-        return False
-    finally:
-        _close_all(fds)
-    return True

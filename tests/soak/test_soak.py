@@ -127,18 +127,23 @@ def test_a_case_that_hangs_ends_with_all_stacks(interpreter: Interpreter) -> Non
 
 _LEAKS = """
 import os, subprocess, threading
-from fastload.memory.lease import shared_memory
+from fastload.memory.segment import create_slot_segment
 from tests.kit import leaks
 from tests.soak import run
 from tests.soak.case import Case
 
 leaks.GRACE_S = 0.1
 gate, children, kept = threading.Event(), [], []
+
+def keep(segment, mapping):
+    segment.close()
+    kept.append(mapping)
+
 leaks = {
     "threads": lambda *_: threading.Thread(target=gate.wait, daemon=True).start(),
     "descriptors": lambda *_: os.dup(0),
     "child processes": lambda *_: children.append(subprocess.Popen(["sleep", "100"])),
-    "shared memory": lambda *_: kept.append(shared_memory(1 << 20)),
+    "shared memory": lambda *_: keep(*create_slot_segment(1 << 20)),
 }
 told = {}
 soak = run.Soak(60)

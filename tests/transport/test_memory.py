@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import mmap
 import os
 import sys
 import tracemalloc
@@ -28,7 +29,6 @@ from fastload.memory.lease import (
     BumpAllocator,
     Memory,
     private_memory,
-    shared_memory,
 )
 from tests.kit import datasets
 
@@ -62,7 +62,8 @@ def test_every_kind_of_alias_keeps_the_lease(name: str) -> None:
 
 def test_shared_memory_leased_at_a_fork_is_shared_with_the_child() -> None:
     """The child writes to the same memory, the parent never again; private memory is each one's own."""
-    shared, private, idle = shared_memory(4096), private_memory(64), shared_memory(4096)
+    shared, idle = (Memory(mmap.mmap(-1, 4096), shared=True) for _ in range(2))
+    private = private_memory(64)
     views = [np.frombuffer(memory.lease(), np.uint8) for memory in (shared, private)]
     child = os.fork()
     if child == 0:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
-import numpy as np
 import pytest
-import torch.utils.data
 
 import fastload
 from fastload import errors
@@ -72,43 +69,6 @@ def test_a_subclass_that_cannot_be_pickled_arrives_as_torch_has_it() -> None:
     """As a RuntimeError with the text."""
     with pytest.raises(RuntimeError, match=r"Caught DamagedClass(.|\n)*DamagedClass: a\.bin:7"):
         list(fastload.DataLoader(datasets.Made(raises_it), 1, num_workers=1))
-
-
-def halve(sample: Any) -> Any:
-    """A transform that fails in a function of torch."""
-    if sample[0]:
-        raise ZeroDivisionError("halved") from KeyError("cause")
-    return sample
-
-
-def fails_in_torch(sample: Any) -> Any:
-    """A transform in which a function of torch raises."""
-    return torch.nn.functional.interpolate(torch.ones(3), size=(2, 2))
-
-
-def told(transform: Any, **options: Any) -> str:
-    """What Python prints about the error of a worker, below the frames of the consumer."""
-    dataset = fastload.CachedDataset([np.full(2, i) for i in range(4)], transform=transform, cache=None)
-    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
-        list(fastload.DataLoader(dataset, 4, num_workers=1, **options))
-    return "".join(traceback.format_exception(caught.value)).rpartition("remote_error.reraise()\n")[2]
-
-
-@pytest.mark.parametrize("options", WORKERS[::2])
-@pytest.mark.parametrize("transform", [halve, fails_in_torch])
-def test_a_traceback_shows_the_frames_of_the_user(transform: Any, options: Any, monkeypatch: Any) -> None:
-    """Not those of fastload before and of torch behind, unless FASTLOAD_DEBUG=1, as the text says."""
-    text = told(transform, **options)
-    monkeypatch.setenv("FASTLOAD_DEBUG", "1")
-    whole = told(transform, **options)
-
-    assert f"in {transform.__name__}" in text
-    assert text.count('  File "') == 1 + text.count("in reraise")
-    assert "fetch.py" in whole
-    assert transform is halve or "functional.py" in whole
-    if "worker_type" not in options:  # right below the header that torch's text has, too
-        header, hint = text.partition("Traceback (most recent call last):\n")[1:]
-        assert "FASTLOAD_DEBUG=1 shows them" in hint.splitlines()[0], header
 
 
 def test_an_error_of_fastload_says_where_the_user_called_it() -> None:
