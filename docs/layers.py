@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1623, 1050),
     "workers": (1974, 1150),
     "batch": (1336, 800),
-    "cache": (4352, 2600),
+    "cache": (4350, 2600),
     "readers": (1634, 1200),
     "images": (723, 600),
     "augmentation": (958, 800),

@@ -36,7 +36,6 @@ from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
 from fastload.system.checks import as_path
-from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 from fastload.system.notes import add_note, suggest_arguments
 
@@ -476,7 +475,6 @@ class CachedDataset(Dataset[Any]):
             Exception: An error of the dataset, with a note that names the sample.
         """
         cache, left_out = self.cache, list[FailedSample]()
-        is_done = not len(cache.missing())
         fill(
             self,
             left_out,
@@ -487,16 +485,11 @@ class CachedDataset(Dataset[Any]):
             title="filling the cache",
             shown=progress,
         )
-        held = f"{cache.num_cached:,} of {cache.num_samples:,} samples in {readable_size(cache.nbytes)}"
-        if is_done:
-            why = "is full already" if cache.num_cached == cache.num_samples else "takes no more samples"
-            log.info("cache: nothing to fill, the cache %s: %s", why, held)
-            return self.cache_info()
         if left_out:
             listed = "; ".join(map(str, left_out[:_MAX_LISTED])) + "; ..." * (len(left_out) > _MAX_LISTED)
             text = "cache: %d of %d samples could not be read, and are left out: %s"
             log.warning(text, len(left_out), cache.num_samples, listed)
-        log.info("cache: filled: %s", held)
+        log.info("cache: %s", cache.explain().partition("\n")[0])
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:

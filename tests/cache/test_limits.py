@@ -23,7 +23,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment
 from fastload.system.logs import say_once
-from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
@@ -36,6 +36,17 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
     for _ in range(2):
         for index in range(len(dataset)):
             assert_same_samples(ds[index], dataset.sample(index))
+
+
+def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
+    """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
+    monkeypatch.setattr("fastload.cache.ram.shared._MIN_SPAN_BYTES", 4096)
+    dataset = Made(lambda index: np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8))
+    ds = CachedDataset(dataset, max_memory="1GB")
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert_right(ds, dataset)
+    assert 3 < ds.cache_info().num_cached < 20
+    assert ["has no room for more" in text for text in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("kind", [RaggedImages, MixedImages])

@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from fastload.cache.ram.registry import Entry
 
 _KEY_BYTES = 16
+# Of records as large as the largest example: if samples are larger on average, some are not cached.
+_SPAN_MULTIPLE, _MIN_SPAN_BYTES = 8, 256 << 20
 
 
 class SampleTable:
@@ -194,9 +196,11 @@ class SharedMemoryCache(StoredSamples):
             spec, values = flat[0][0], [values for _, values in flat]
             planned, end = plan_columns(spec, values, _columns_at(num_samples), num_samples)
             columns = [(dtype_name(dtype), shape, at) for _, dtype, shape, at in planned]
-        least_bytes = 1 + sum(claimed_bytes(record_parts(*each, None)[1]) for each in flat)
+        sizes = [claimed_bytes(record_parts(*each, None)[1]) for each in flat]
+        # A few examples say little of a small dataset.
+        span_bytes = max(_MIN_SPAN_BYTES, _SPAN_MULTIPLE * num_samples * max(sizes)) if sizes else limits[0]
         text = None if spec is None else spec.text.decode("ascii")
-        self._hold(_create(num_samples, text, columns, end, fingerprint, *limits, least_bytes))
+        self._hold(_create(num_samples, text, columns, end, fingerprint, *limits, span_bytes, sum(sizes)))
 
     @classmethod
     def of(cls, arena: Arena) -> SharedMemoryCache:
@@ -317,7 +321,8 @@ def _create(
     fingerprint: Fingerprint | None,
     max_bytes: int,
     reserved_bytes: int,
-    least_bytes: int = 1,
+    span_bytes: int,
+    least_bytes: int = 0,
 ) -> Arena:
     """A new segment, with columns if all samples fit.
 
@@ -329,6 +334,8 @@ def _create(
         fingerprint: Of the samples; None for a private cache.
         max_bytes: The limit.
         reserved_bytes: As of `Arena.create`.
+        span_bytes: The most address space for records, which limits of a process count although most of it
+            takes no memory.
         least_bytes: For which there should be room.
 
     Raises:
@@ -339,6 +346,7 @@ def _create(
         "kind": "samples",
         "num_samples": num_samples,
         "num_entries": num_samples,
+        "span_bytes": span_bytes,
         "fingerprint": None if fingerprint is None else asdict(fingerprint),
     }
     described_bytes = round_up(DESCRIPTION_AT + 512 + len(json.dumps([spec, columns, about])), PAGE_BYTES)
@@ -354,14 +362,14 @@ def _create(
             "spec": spec if is_uniform else None,
             "columns": columns if is_uniform else [],
             "records_at": round_up(end, PAGE_BYTES) if is_uniform else columns_at,
-            "limits": (room_bytes, num_samples, room_bytes),
+            "limits": (min(span_bytes, room_bytes), num_samples, room_bytes),
         }
 
     arena = Arena.create(
         "" if fingerprint is None else fingerprint.name,
         max_bytes,
         plan,
-        min_bytes=min(max_bytes, taken_bytes + least_bytes),
+        min_bytes=min(max_bytes, taken_bytes + least_bytes + 1),
         reserved_bytes=reserved_bytes,
     )
     if not arena.fields["columns"]:
@@ -397,8 +405,9 @@ def _unpickle_anywhere(
             if fingerprint and is_alone and (found := find(fingerprint, fields["num_samples"])) is not None:
                 return found
             max_bytes = min(fields["max_bytes"], budget_bytes("auto", is_shared=fingerprint is not None))
-            layout = fields["spec"], fields["columns"], fields["records_at"]
-            arena = _create(fields["num_samples"], *layout, fingerprint, max_bytes, reserve_bytes("auto"))
+            layout = fields["num_samples"], fields["spec"], fields["columns"], fields["records_at"]
+            limits = max_bytes, reserve_bytes("auto"), fields["span_bytes"]
+            arena = _create(*layout, fingerprint, *limits)
             registry.hold(arena)
             cache = SharedMemoryCache.of(arena)
         cache.reason = "new and empty, because the process that pickled it cannot be reached from here"
