@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (1974, 1150),
     "batch": (1336, 800),
     "cache": (4350, 2600),
-    "readers": (1634, 1200),
+    "readers": (1617, 1200),
     "images": (723, 600),
     "augmentation": (958, 800),
     "nested": (689, 620),

@@ -16,8 +16,6 @@ import contextlib
 import mmap
 import os
 import threading
-import weakref
-from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
-_MAX_DEFERRED = 16  # of a thread: each holds a file open
 NEW = "new"
 FULL = "no memory left for it"
 NO_SPACE = "no space for it on the disk, or no right to write there"
@@ -244,24 +241,8 @@ class DecodeCache:
 class _Thread(threading.local):
     cache: DecodeCache | None = None
 
-    def __init__(self) -> None:
-        self.deferred: deque[weakref.WeakMethod[Callable[[], None]]] = deque()
-
 
 _thread = _Thread()
-
-
-def defer(decode: Callable[[], None]) -> None:
-    """Let a method be called when its access is over, or many others were deferred, if its object lives."""
-    _thread.deferred.append(weakref.WeakMethod(decode))
-    _call_deferred(_MAX_DEFERRED)
-
-
-def _call_deferred(num_left: int = 0) -> None:
-    """Call all but the newest of what this thread has deferred."""
-    while len(_thread.deferred) > num_left:
-        if (decode := _thread.deferred.popleft()()) is not None:
-            decode()
 
 
 def current() -> DecodeCache | None:
@@ -281,8 +262,6 @@ def _using(cache: C) -> Iterator[C]:
         yield cache
     finally:
         _thread.cache = before
-        if cache is not None:  # an access is over
-            _call_deferred()
 
 
 def verify_share_of_environment() -> float:

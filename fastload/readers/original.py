@@ -11,7 +11,6 @@ result of a resize of all pixels is a pure function of the file and of the argum
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers.decode_cache import LEARNING, current, defer
+from fastload.readers.decode_cache import LEARNING, current
 from fastload.readers.identity import Unknown, digest
 from fastload.readers.pixels import PIXEL_BYTES, Pixels
 
@@ -60,22 +59,13 @@ class Original:
         self._cache, self._key, self._note, self._result = cache, key, note, result
         self._core, self._decode = core, decode
         self._is_used, self._is_steady = False, True
-        if decode is not None:
-            defer(self.decode_now)
 
     def copy(self) -> Original:
         """For a copy of the image."""
         other = copy.copy(self)
         if other._core is not None:
             other._core = other._core.copy()
-        elif other._decode is not None:
-            defer(other.decode_now)
         return other
-
-    def decode_now(self) -> None:
-        """Decode the pixels, so that no file is needed later."""
-        with contextlib.suppress(Exception):  # it comes when they are needed
-            self._whole()
 
     def core(self) -> Any:
         """A core for the user; the pixels are stored before they can be changed."""

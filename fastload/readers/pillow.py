@@ -148,7 +148,7 @@ class _File:
 
     def content(self) -> Callable[[], Content] | None:
         """What reads the file later, even if it is closed or deleted; None if that is not possible."""
-        if isinstance(self._facts, Unknown):
+        if isinstance(self._facts, Unknown) or len(_descriptors) >= _MAX_DESCRIPTORS:
             return None
         with contextlib.suppress(OSError):  # no descriptor is left
             return _Descriptor(os.dup(self.file.fileno()), self._facts).content
@@ -161,6 +161,7 @@ class _Descriptor:
     def __init__(self, descriptor: int, facts: Facts) -> None:
         self._descriptor = descriptor
         self._facts = facts
+        _descriptors.add(self)
         weakref.finalize(self, os.close, descriptor).atexit = False
 
     def content(self) -> tuple[bytes | bytearray, bool]:
@@ -176,6 +177,12 @@ class _Descriptor:
         if facts[:4] != self._facts[:4]:
             raise OSError("the file was written to after it was opened, and before its pixels were used")
         return content, facts == self._facts
+
+
+_descriptors: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
+_MAX_DESCRIPTORS = (
+    256  # a quarter of what a process may usually have open; further images are decoded at once
+)
 
 
 class _Bytes:
