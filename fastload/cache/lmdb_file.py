@@ -227,9 +227,3 @@ def checked_records(env: Any) -> Iterator[tuple[bytes, int, bool]]:
                     checked.append((key, len(value), is_intact(value, salt + key)))
                 found = cursor.next()
         yield from checked
-
-
-def all_keys(env: Any) -> list[bytes]:
-    """The keys of all records."""
-    with env.begin() as txn, txn.cursor() as cursor:
-        return [key for key in cursor.iternext(values=False) if key != META_KEY]

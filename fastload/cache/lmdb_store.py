@@ -42,7 +42,6 @@ from fastload.cache.lmdb_file import (
     META_KEY,
     OTHER_SPACE,
     WAIT_S,
-    all_keys,
     boot_id,
     checked_records,
     descriptor_of,
@@ -285,8 +284,13 @@ class LmdbStore:
 
     def all_keys(self) -> list[bytes]:
         """All keys that are stored."""
+
+        def keys_of(env: Any) -> list[bytes]:
+            with env.begin() as txn, txn.cursor() as cursor:
+                return [key for key in cursor.iternext(values=False) if key != META_KEY]
+
         with self._lock:
-            return self._tried(all_keys) or []
+            return self._tried(keys_of) or []
 
     def checked(self) -> Iterator[tuple[bytes, int, bool]]:
         """All keys, the bytes of their records, and whether these are intact.

@@ -28,7 +28,7 @@ before it is used.
 from __future__ import annotations
 
 import functools
-import operator
+import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ import xxhash
 
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
-from fastload.nested.leaf import Leaf, fixed_nbytes
+from fastload.nested.leaf import fixed_nbytes
 from fastload.nested.leaves import from_bytes, to_bytes
 from fastload.nested.spec import Spec, flatten
 
@@ -75,26 +75,41 @@ def record_parts(spec: Spec, values: list[Any], key: bytes | None = b"") -> tupl
         key: Under which the record will be stored; None: without a checksum, for memory.
     """
     payloads = [to_bytes(leaf, value) for leaf, value in zip(spec.leaves, values, strict=True)]
-    place = 0 if key is None else LMDB_PLACE
+    head, gaps, nbytes = _frame(spec, tuple(map(len, payloads)), 0 if key is None else LMDB_PLACE)
+    parts: list[Any] = [bytes(PREFIX_AT), head, *itertools.chain(*zip(gaps, payloads, strict=True))]
+    if key is not None:
+        checksum = xxhash.xxh3_64(seed=seed_of(key))
+        for part in parts[1:]:
+            checksum.update(part)
+        parts[0] = checksum.digest()
+    return parts, nbytes
+
+
+@functools.lru_cache(maxsize=1024)  # values of one shape differ only in their payloads
+def _frame(spec: Spec, lengths: tuple[int, ...], place: int) -> tuple[bytes, list[bytes], int]:
+    """What is before the payloads, but for the checksum, and before each of them; bytes of the record."""
     sizes_at = round_up(_HEADER_BYTES + len(spec.text), _WORD_BYTES)
-    end = sizes_at + _WORD_BYTES * len(payloads)
-    parts: list[Any] = [b"", spec.text, bytes(sizes_at - _HEADER_BYTES - len(spec.text))]
-    parts.append(struct.pack(f"<{len(payloads)}Q", *map(len, payloads)))
-    for leaf, payload in zip(spec.leaves, payloads, strict=True):
-        start = round_up(place + end, _alignment_bytes(leaf)) - place
-        parts += [bytes(start - end), payload]
-        end = start + len(payload)
-    parts[0] = _HEADER.pack(_MAGIC, FORMAT_VERSION, place, len(spec.text), len(payloads), end)
-    checksum = xxhash.xxh3_64(seed=seed_of(key or b""))
-    for part in parts if key is not None else ():
-        checksum.update(part)
-    return [bytes(PREFIX_AT) if key is None else checksum.digest(), *parts], end
+    spans = _spans(spec, lengths, sizes_at + _WORD_BYTES * len(lengths), place)
+    ends = [sizes_at + _WORD_BYTES * len(lengths), *(start + nbytes for start, nbytes in spans)]
+    gaps = [bytes(start - end) for (start, _), end in zip(spans, ends, strict=False)]
+    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, place, len(spec.text), len(lengths), ends[-1])
+    text = spec.text.ljust(sizes_at - _HEADER_BYTES, b"\0")
+    return header + text + struct.pack(f"<{len(lengths)}Q", *lengths), gaps, ends[-1]
+
+
+def _spans(spec: Spec, lengths: tuple[int, ...], end: int, place: int) -> list[tuple[int, int]]:
+    """Start and length of each payload; `end` is that of what is before them."""
+    spans = []
+    for leaf, nbytes in zip(spec.leaves, lengths, strict=True):
+        unit = ALIGNMENT_BYTES if leaf.kind in ("array", "tensor") else _WORD_BYTES
+        spans.append((round_up(place + end, unit) - place, nbytes))
+        end = sum(spans[-1])
+    return spans
 
 
 def seed_of(key: bytes) -> int:
-    """The numbers that a key consists of, 8 big-endian bytes each, joined by exclusive or."""
-    words = range(0, len(key), _WORD_BYTES)
-    return functools.reduce(operator.xor, (int.from_bytes(key[at : at + _WORD_BYTES]) for at in words), 0)
+    """The numbers that a key of 24 bytes at most consists of, 8 big-endian bytes each, by exclusive or."""
+    return int.from_bytes(key[:8]) ^ int.from_bytes(key[8:16]) ^ int.from_bytes(key[16:24])
 
 
 def checksum_of(record: bytes | memoryview, seed: int) -> bytes:
@@ -142,21 +157,17 @@ def outline(record: bytes | memoryview) -> Outline:
     return _outline_of(bytes(memory[PREFIX_AT:payloads_at]))
 
 
-@functools.lru_cache(maxsize=1024)  # values of one shape differ only in their payloads
+@functools.lru_cache(maxsize=1024)
 def _outline_of(prefix: bytes) -> Outline:
     _, _, place, spec_bytes, num_leaves, total = _HEADER.unpack_from(prefix)
     spec = Spec.parse(prefix[_HEADER.size : _HEADER.size + spec_bytes])
     if len(spec.leaves) != num_leaves:
         raise CacheCorruptError(f"a record describes {len(spec.leaves)} values, but holds {num_leaves}")
     lengths = struct.unpack_from(f"<{num_leaves}Q", prefix, len(prefix) - _WORD_BYTES * num_leaves)
-    spans = []
-    end = PREFIX_AT + len(prefix)
-    for leaf, nbytes in zip(spec.leaves, lengths, strict=True):
-        start = round_up(place + end, _alignment_bytes(leaf)) - place
-        end = start + nbytes
-        if end > total or fixed_nbytes(leaf) not in (None, nbytes):
+    spans = _spans(spec, lengths, PREFIX_AT + len(prefix), place)
+    for leaf, (start, nbytes) in zip(spec.leaves, spans, strict=True):
+        if start + nbytes > total or fixed_nbytes(leaf) not in (None, nbytes):
             raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which is impossible")
-        spans.append((start, nbytes))
     return Outline(spec, prefix, spans)
 
 
@@ -171,10 +182,4 @@ def decode(record: bytes | memoryview) -> Any:
     """
     memory = memoryview(record)
     spec, _, spans = outline(memory)
-    return spec.build(
-        [from_bytes(leaf, memory, *span) for leaf, span in zip(spec.leaves, spans, strict=True)]
-    )
-
-
-def _alignment_bytes(leaf: Leaf) -> int:
-    return ALIGNMENT_BYTES if leaf.kind in ("array", "tensor") else _WORD_BYTES
+    return spec.build(from_bytes(leaf, memory, *span) for leaf, span in zip(spec.leaves, spans, strict=True))
