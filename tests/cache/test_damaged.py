@@ -216,4 +216,6 @@ def test_a_random_sample_is_never_left_out_of_a_build(num_workers: int, tmp_path
     for options in ({}, SKIP):
         with pytest.raises(NondeterministicDatasetError) as caught:
             build_lmdb(RandomAtSeven(20), tmp_path / "x", num_workers=num_workers, **options)
-        assert not any("leaves out" in note for note in caught.value.__notes__)
+        notes = caught.value.__notes__
+        assert any("in sample 7 of the dataset" in note for note in notes)
+        assert not any("leaves out" in note for note in notes)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data import Subset
 
 import fastload
 from fastload.cache.random_check import probe
@@ -103,6 +104,29 @@ def folder(tmp_path: Path) -> Path:
     for number in range(4):
         Image.fromarray(np.full((8, 8, 3), number, np.uint8)).save(tmp_path / f"photos/a/{number}.png")
     return tmp_path / "photos"
+
+
+class Crops(fastload.ImageFolder):
+    """A subclass with an attribute that the inherited fingerprint does not cover."""
+
+    margin = 2
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image[: self.margin, : self.margin], label
+
+
+def test_a_subclass_does_not_get_the_samples_of_another_by_an_inherited_fingerprint(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Also inside torch's Subset."""
+    for number, wrap in enumerate([lambda dataset: dataset, lambda dataset: Subset(dataset, range(4))]):
+        path = f"lmdb:{tmp_path}/{number}.lmdb"
+        crops = Crops(folder)
+        fastload.CachedDataset(wrap(crops), cache=path).cache.close()
+        crops.margin = 4
+        with pytest.raises(CacheMismatchError, match="structure of sample 0"):
+            fastload.CachedDataset(wrap(crops), cache=path)
 
 
 def test_a_fingerprint_that_covers_all_code_needs_no_sample(folder: Path, tmp_path: Path) -> None:

@@ -481,6 +481,20 @@ def test_without_shared_memory_nothing_is_stored(monkeypatch: Any, caplog: Any) 
         open_store("much")
 
 
+def test_what_the_system_refuses_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the system while a file is stored costs that file; all others stay right."""
+    store = shared()
+    put(store, range(5))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(12, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.Arena, "write", refuse)
+        assert put(store, range(5, 10)) == []
+    assert right(store, range(10)) == list(range(5))
+
+
 def test_tables_of_another_job_leave_address_space_to_this_one(start: Any, caplog: Any) -> None:
     """Beside tables that it cannot map, a job has small ones of its own; one warning says so."""
     import resource

@@ -220,6 +220,18 @@ def test_a_build_that_reads_files_beside_the_image_is_left_alone(monkeypatch: py
     assert [patch.name for patch in opencv.patches()] == ["imdecode"]
 
 
+def test_imread_and_imdecode_do_not_mix(folder: Path, cache: DecodeCache, store: DictStore) -> None:
+    """Flags, functions and contents have entries of their own."""
+    path = folder / "photo.jpg"
+    for flags in (0, 1):
+        for call in (cv2.imread, lambda name, flags: _from_buffer(name, flags)):
+            for _ in range(2):
+                with inactive():
+                    expected = call(str(path), flags)
+                assert np.array_equal(call(str(path), flags), expected)
+    assert len(store.values) == 4
+
+
 def test_objects_in_archives_are_not_remembered(tmp_path: Path, cache: DecodeCache, store: DictStore) -> None:
     """Arrays of objects are unpickled each time, or refused as ever."""
     np.savez_compressed(
