@@ -7,9 +7,9 @@ Runs in the process that fetches samples: a worker, or the parent without worker
 2. While samples are read, a large leaf is written to its row of the batch, and the `_Rows` of its place takes
    its place in the sample: torch collates these by a rule of ours, which returns the rows. So a sample's
    memory is warm when it is copied, and free for the next sample.
-3. Where copies run on one thread, as in workers, arrays of at least ROW_ARRAY_BYTES and tensors of at least
-   ROW_TENSOR_BYTES are large. Where torch copies with several threads, arrays from ROW_ARRAY_BYTES to
-   THREADS_PAY_BYTES are. All other leaves are stacked at the end, in one call.
+3. Where copies run on one thread, as in workers, arrays and tensors of at least ROW_BYTES are large. Where
+   torch copies with several threads, arrays from ROW_BYTES to THREADS_PAY_BYTES are. All other leaves are
+   stacked at the end, in one call.
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays, plain tensors, and torchvision's
    tv_tensors, which torch stacks to plain tensors.
 5. If a sample does not fit the rows of the first one, the leaves of all samples before it are read back from
@@ -53,11 +53,9 @@ if TYPE_CHECKING:
     from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next sizes ("Collating").
-# With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
-# the end with torch.stack. Writing the row of a smaller tensor takes up to ten times as long.
-ROW_TENSOR_BYTES = 32 * 1024
-# As above for arrays, which NumPy stacks.
-ROW_ARRAY_BYTES = 16 * 1024
+# With one thread, writing a warm leaf of at least this size to its row takes no longer than stacking it at
+# the end. Writing the row of a smaller one takes up to ten times as long.
+ROW_BYTES = 32 * 1024
 # A batch of at least this size is stacked in reused memory: malloc can map fresh pages for it, and the first
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
@@ -226,7 +224,7 @@ class Collator:
         """Whether a part of a sample is a leaf that is written to rows."""
         if isinstance(leaf, torch.Tensor):
             tensor = as_stacked(leaf)
-            if self._has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES:
+            if self._has_threads or tensor.numel() * tensor.itemsize < ROW_BYTES:
                 return False
             is_laid_out = self.in_worker or tensor.is_contiguous() or self.layout(tensor) is not None
             return is_plain(tensor) and is_laid_out
@@ -234,7 +232,7 @@ class Collator:
             return type(leaf) is DeferredImage
         if not 0 < leaf.nbytes < (THREADS_PAY_BYTES if self._has_threads else sys.maxsize):
             return False
-        if leaf.nbytes < ROW_ARRAY_BYTES and self.layout(leaf) is None:
+        if leaf.nbytes < ROW_BYTES and self.layout(leaf) is None:
             return False
         if leaf.dtype.hasobject or leaf.dtype.names is not None:
             return False

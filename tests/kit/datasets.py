@@ -79,7 +79,7 @@ class OneBuffer(Made):
 
     def __init__(self) -> None:
         super().__init__(None, 8)
-        self.buffer = np.zeros((80, 80, 3), np.uint8)
+        self.buffer = np.zeros((112, 112, 3), np.uint8)
 
     def __getitem__(self, index: int) -> Any:
         self.buffer[:] = index

@@ -74,7 +74,7 @@ def test_batches_of_worker_threads_are_those_without_workers(name: str) -> None:
 @pytest.fixture(params=["rows", "warm memory"])
 def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Samples of every size are written to rows, or kept and stacked in warm memory."""
-    for name in ("ROW_TENSOR_BYTES", "THREADS_PAY_BYTES", "WARM_BYTES"):
+    for name in ("ROW_BYTES", "THREADS_PAY_BYTES", "WARM_BYTES"):
         monkeypatch.setattr(collate, name, 1)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1 if request.param == "rows" else 2)

@@ -188,17 +188,17 @@ def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_worker
 
 
 PAIRS: list[Any] = [  # of arrays that are written to rows, and of what torch can collate with them or not
-    (np.full((80, 80, 3), 1, np.uint8), 1),
-    (np.full((80, 80, 3), 2, np.uint8)[::-1].copy(), 1 << 62),
-    (np.full((160, 80, 3), 3, np.uint8)[::2], 2),
-    (np.full((80, 3, 80), 4, np.uint8).transpose(0, 2, 1), 2),
-    (np.full((80, 80, 3), 5, np.int16), 3),
-    (np.full((80, 80, 3), 6, np.uint8), True),
-    (np.full((80, 80, 3), 7, np.uint8), 0.5),
-    (np.full((80, 80, 3), 8, np.uint8), 1 << 70),
-    (np.full((80, 81, 3), 9, np.uint8), 4),
-    [np.full((80, 80, 3), 10, np.uint8), 5],
-    (np.full((80, 80, 3), 11, np.uint8), 6, 7),
+    (np.full((112, 112, 3), 1, np.uint8), 1),
+    (np.full((112, 112, 3), 2, np.uint8)[::-1].copy(), 1 << 62),
+    (np.full((224, 112, 3), 3, np.uint8)[::2], 2),
+    (np.full((112, 3, 112), 4, np.uint8).transpose(0, 2, 1), 2),
+    (np.full((112, 112, 3), 5, np.int16), 3),
+    (np.full((112, 112, 3), 6, np.uint8), True),
+    (np.full((112, 112, 3), 7, np.uint8), 0.5),
+    (np.full((112, 112, 3), 8, np.uint8), 1 << 70),
+    (np.full((112, 113, 3), 9, np.uint8), 4),
+    [np.full((112, 112, 3), 10, np.uint8), 5],
+    (np.full((112, 112, 3), 11, np.uint8), 6, 7),
 ]
 
 
