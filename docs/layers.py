@@ -34,7 +34,7 @@ BUDGETS = {
     "images": (723, 600),
     "augmentation": (958, 800),
     "nested": (689, 620),
-    "rng": (906, 750),
+    "rng": (926, 750),
     "device transforms": (1261, 1150),
     "memory system": (1694, 1350),
     "training": (419, 420),

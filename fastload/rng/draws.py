@@ -22,7 +22,7 @@ import numpy as np
 
 from fastload.rng.entry_points import RandomSource, seeded_by
 from fastload.rng.generators import Search
-from fastload.rng.states import LIBRARY_GENERATORS, state_of
+from fastload.rng.states import LIBRARY_GENERATORS, state_of, state_reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,14 +67,18 @@ class DrawWatch(RandomSource):
         held = {described.path: described.generator for described in Search(self._dataset).seedable}
         return dict(zip(_LIBRARY_NAMES, LIBRARY_GENERATORS, strict=True)) | held
 
+    @functools.cached_property
+    def _readers(self) -> dict[str, Callable[[], Any]]:
+        return {name: state_reader(generator) for name, generator in self.generators.items()}
+
     def access(self, dataset: Any, index: int) -> tuple[Any, dict[str, Any]]:
         """A sample, and the states afterwards of the generators that this access has changed, by name."""
-        before = list(map(state_of, self.generators.values()))
+        readers = self._readers
+        before = [read() for read in readers.values()]
         self._of_transforms.clear()
         with seeded_by(self):
             sample = dataset[index]
-        after = map(state_of, self.generators.values())
-        states = zip(self.generators, before, after, strict=True)
+        states = zip(readers, before, [read() for read in readers.values()], strict=True)
         changes = {name: new for name, old, new in states if old != new}
         for transform, drawn_from in self._of_transforms.values():
             if self._draws(transform, drawn_from):  # outside of this source, the next draw would be another
@@ -95,7 +99,7 @@ class DrawWatch(RandomSource):
         if not drawn:
             sample = copy.deepcopy(sample)  # a dataset can reuse its buffer
             drawn = self._confirm(dataset, index, changes)
-        if drawn and not changes.keys() <= self.generators.keys():
+        if drawn and not changes.keys() <= self._readers.keys():
             return dataset[index], drawn  # a transform draws from its own random stream
         return sample, drawn
 
@@ -111,7 +115,7 @@ class DrawWatch(RandomSource):
         for name in changes.keys() - drawn:
             self._num_unconfirmed[name] += 1
             if self._num_unconfirmed[name] == _MAX_UNCONFIRMED:  # the dataset seeds it for each sample
-                self.generators.pop(name, None)
+                self._readers.pop(name, None)
         return drawn
 
     def pair(self, pipeline: Any) -> Pair:
