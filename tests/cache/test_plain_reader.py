@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +130,15 @@ def test_the_checksum_is_that_of_the_page(tmp_path: Path) -> None:
         record = transaction.get((2).to_bytes(8, "big"))
     uuid = json.loads(text)["uuid"]
     assert record[:8] == xxhash.xxh3_64_digest(record[8:], int(uuid[:16], 16) ^ int(uuid[16:], 16) ^ 2)
+
+
+@pytest.mark.skipif(shutil.which("mdb_stat") is None, reason="lmdb-utils are not installed")
+def test_the_tools_of_lmdb_read_it(tmp_path: Path) -> None:
+    """mdb_stat counts the records, and mdb_dump prints them."""
+    build_lmdb(Images(3), tmp_path / "a", num_workers=0).close()
+    for tool, said in (("mdb_stat", "Entries: 4"), ("mdb_dump", "0000000000000002")):
+        done = subprocess.run([tool, "-n", str(tmp_path / "a")], capture_output=True, text=True, check=True)
+        assert said in done.stdout
 
 
 # --- decoded files ----------------------------------------------------------------------------------------
