@@ -36,7 +36,7 @@ _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this pro
 
 def uses_cuda() -> bool:
     """Whether this process has used CUDA; does not call a driver."""
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
 
 
 def check_device(device: str | int | torch.device) -> torch.device | None:
