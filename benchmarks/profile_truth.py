@@ -351,7 +351,7 @@ def main() -> None:
             costs["rows"][name] = {"median": median(pairs), "figures": pairs}
             costs["ratios"][name] = {"value": median(pairs), "target": 1.03}
             row = [name, f"{verdicts[name]:.0%} right", "", "", "", "", ""]
-            if found["predicted"]:
+            if found["cured"]:
                 measured = [a / b for a, b in zip(found["plain"], found["cured"], strict=False)]
                 for side, figures in ("predicted", found["predicted"]), ("measured", measured):
                     gains["rows"][f"{name}: {side}"] = {"median": median(figures), "figures": figures}

@@ -80,7 +80,7 @@ CACHE_BASE = {
         "cache.lmdb_store",
         "cache.plain_text",
     ),
-    *("cache.progress", "cache.records", "cache.sample_cache", "cache.samples", "cache.store"),
+    *("cache.records", "cache.sample_cache", "cache.samples", "cache.store"),
 }
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.ram": CACHE_BASE,
