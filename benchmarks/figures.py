@@ -477,8 +477,11 @@ def watching() -> str:
     sizes = [ratio["value"] for ratio in memory["ratios"].values()]
     figures = [figure for row in costs["rows"].values() for figure in row["figures"]]
     right = sum(share == 1 for share in gains["verdicts"].values())
+    busy = "On two cores that other programs kept busy, so that no time repeats itself: " * (
+        max(figures) > 1.5
+    )
     return (
-        f"**How exact, at what cost.** Of {len(gains['verdicts'])} scripts whose limit is known, the verdict "
+        f"**How exact, at what cost.** {busy}Of {len(gains['verdicts'])} scripts whose limit is known, the verdict "
         f"was right in {right}. Predicted gains were {min(ratios):.2f} to {max(ratios):.2f} times the "
         f"measured ones, {sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)} within 25%, and "
         f"the predicted memory {min(sizes):.2f} to {max(sizes):.2f}. Steps under the profile took "

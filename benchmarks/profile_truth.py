@@ -59,10 +59,11 @@ class Files(torch.utils.data.Dataset[Any]):
     Args:
         folder: Holds them.
         transform: Of an image.
+        times: How often each of them is a sample.
     """
 
-    def __init__(self, folder: str, transform: Any) -> None:
-        self.paths = sorted(map(str, Path(folder).glob("*.jpg")))
+    def __init__(self, folder: str, transform: Any, times: int = 1) -> None:
+        self.paths = sorted(map(str, Path(folder).glob("*.jpg"))) * times
         self.transform = transform
 
     def __len__(self) -> int:
@@ -223,7 +224,7 @@ SCRIPTS = {
     "too many workers": Script(
         ("cpus",),
         "cache",
-        lambda folder: ByOpenCV(folder, albumentations()),
+        lambda folder: ByOpenCV(folder, albumentations(), 6),  # the starts of epochs are few
         4 * (os.cpu_count() or 1),
         0.005,
         CACHE,

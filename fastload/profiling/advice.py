@@ -61,7 +61,7 @@ def step_s(
     num_workers = of.settings["num_workers"] if workers is None else workers
     compute_s, make_s = max(of.compute_s - copy_s, 0.0), max(of.make_s - saved_s, 0.0)
     loop_s = max(compute_s, make_s / num_workers) if num_workers else compute_s + make_s
-    return max(loop_s, (of.cpu_s - saved_cpu_s) / max(of.free_cpus, 1e-6), 1e-6)
+    return max(loop_s, (of.cpu_s - saved_cpu_s) / of.machine.num_cpus, 1e-6)
 
 
 def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:

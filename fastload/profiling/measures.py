@@ -123,12 +123,6 @@ class LoaderReport:
         """A steady step."""
         return self.wait_s + self.compute_s
 
-    @property
-    def free_cpus(self) -> float:
-        """The CPUs that other programs leave to the script, or that it took from them."""
-        left = self.machine.num_cpus * (1 - (self.machine.others_share or 0.0))
-        return max(left, self.cpu_s / max(self.step_s, _NS))
-
     def part(self, *stages: str) -> Stage:
         """The sum of these stages."""
         parts = [each for each in self.stages if each.stage in stages]

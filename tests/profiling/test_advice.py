@@ -94,9 +94,9 @@ def test_reading_a_cache_that_the_loader_lacks_is_ours() -> None:
     ],
 )
 def test_the_bound(changes: dict[str, Any], step: float) -> None:
-    """The loop, or making by all workers; they share the CPUs, whose time is used up here."""
+    """The loop, or making by all workers; they share the CPUs."""
     assert step_s(report(), **changes) == pytest.approx(step)
-    assert step_s(report(Machine(1)), **changes) == pytest.approx(max(step, 0.040))
+    assert step_s(report(Machine(1)), **changes) == pytest.approx(max(step, 0.066))
 
 
 def changes(found: LoaderReport, free_bytes: int = 1 << 40) -> dict[str, float]:
