@@ -483,8 +483,8 @@ def watching() -> str:
     return (
         f"**How exact, at what cost.** {busy}Of {len(gains['verdicts'])} scripts whose limit is known, the "
         f"verdict was right in {right}. Predicted gains were {min(ratios):.2f} to {max(ratios):.2f} times "
-        f"the measured ones, {sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)} within 25%, and "
-        f"the predicted memory {min(sizes):.2f} to {max(sizes):.2f}. Steps under the profile took "
+        f"the measured ones, {sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)} within 25%, "
+        f"and the predicted memory {min(sizes):.2f} to {max(sizes):.2f}. Steps under the profile took "
         f"{statistics.median(figures):.2f} times as long ({min(figures):.2f} to {max(figures):.2f}; "
         "[details](../benchmarks/README.md#profile_truth))."
     )

@@ -158,8 +158,8 @@ class Profile:
         return __iter__
 
     def _begin_epoch(self, original: Callable[[Any], Any], loader: Any) -> Any:
-        record, start_ns = self._record_of(loader), time.perf_counter_ns()
         with self._starting:
+            record, start_ns = self._record_of(loader), time.perf_counter_ns()
             threads = set(threading.enumerate())
             _set_mains(self._folder, record.number, record.counter is not None)
             _thread.is_inside = True
