@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastload.integrations.patch import patch_torch as patch_torch, unpatch_torch as unpatch_torch
     from fastload.loader import DataLoader as DataLoader
     from fastload.memory.shared_list import SharedList as SharedList
-    from fastload.profiling.session import profile as profile
+    from fastload.profiling.recorder import profile as profile
     from fastload.readers.remember import remember as remember
     from fastload.rng.sample_rng import sample_rng as sample_rng
     from fastload.rng.seeding import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
@@ -48,7 +48,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "integrations.patch": ("patch_torch", "unpatch_torch"),
             "loader": ("DataLoader",),
             "memory.shared_list": ("SharedList",),
-            "profiling.session": ("profile",),
+            "profiling.recorder": ("profile",),
             "readers.remember": ("remember",),
             "rng.sample_rng": ("sample_rng",),
             "rng.seeding": ("WorkerInfo", "get_worker_info", "seed_everything", "seed_worker"),

@@ -67,7 +67,6 @@ def test_a_module_that_a_string_names_counts_as_imported() -> None:
     """`import_module("...")`, `sys.modules.get("...")` and tables of names hide no arrow from these tests."""
     assert "cache.dataset" in layers.imports("workers.process")
     assert "transforms.triton_crop" in layers.imports("transforms.resample")
-    assert {"cache.dataset", "batch.collate"} <= layers.imports("profiling.probes")
     assert {"loader", "images.folder"} <= layers.imports("__init__")
 
 
@@ -81,7 +80,7 @@ CACHE_BASE = {
         "cache.lmdb_store",
         "cache.plain_text",
     ),
-    *("cache.progress", "cache.records", "cache.sample_cache", "cache.samples", "cache.store"),
+    *("cache.records", "cache.sample_cache", "cache.samples", "cache.store"),
 }
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.ram": CACHE_BASE,

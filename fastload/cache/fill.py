@@ -28,12 +28,12 @@ from torch.utils.data import get_worker_info
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors, path_of
 from fastload.batch.source import expect, expects
-from fastload.cache.progress import BuildProgress
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError, WorkerDiedError
 from fastload.system.checks import as_int, check_arguments, integer, one_of, optional
 from fastload.system.child_process import enter_child, handlers_blocked
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.notes import add_note
+from fastload.system.progress import Progress
 from fastload.system.torch_private import set_worker_info
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
@@ -143,7 +143,7 @@ def fill(
     if not missing:
         return
     done = cache.num_samples - len(missing)
-    with BuildProgress(title, cache.num_samples, shown=shown, done=done) as progress:
+    with Progress(title, cache.num_samples, shown=shown, done=done) as progress:
 
         def count(answer: _Answer) -> None:
             nonlocal nbytes

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from fastload.cache import lmdb_file
 from fastload.cache.lmdb_store import LmdbStore, open_store, usable
-from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.humanize import readable_size
 from fastload.system.linux import check_disk_caches
 from fastload.system.locks import is_lock_file_held, is_lock_file_held_here, lock_file
 from fastload.system.logs import log
 from fastload.system.os_errors import write_errors_as
+from fastload.system.progress import Progress
 from fastload.system.ranks import are_several_ranks
 
 if TYPE_CHECKING:
@@ -67,10 +67,13 @@ class CacheOnDisk:
     problem: str | None = None
 
 
-def list_caches(path: str) -> list[CacheOnDisk]:
+_MANY_FILES = 200  # for which a bar is drawn
+
+
+def list_caches(path: str, *, shown: bool = False) -> list[CacheOnDisk]:
     """The cache at a path, or those in a directory, but not in its subdirectories, sorted by path.
 
-    What this user cannot read is skipped.
+    What this user cannot read is skipped. Draws a bar, if standard error is a terminal.
 
     Raises:
         FileNotFoundError: There is neither.
@@ -83,9 +86,13 @@ def list_caches(path: str) -> list[CacheOnDisk]:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is neither a cache nor a directory at {path}") from None
     found = []
-    for own in sorted({os.path.join(path, name.removesuffix(PARTIAL)) for name in names}):
-        with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            found.append(_look(own))
+    paths = sorted({os.path.join(path, name.removesuffix(PARTIAL)) for name in names})
+    is_long = len(paths) > _MANY_FILES
+    with Progress(f"looking at {path}", len(paths), shown=shown and is_long, unit="files") as progress:
+        for own in paths:
+            with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
+                found.append(_look(own))
+            progress.advance()
     return [cache for cache in found if cache is not None]
 
 
@@ -188,7 +195,7 @@ def damaged_keys(store: LmdbStore, *, shown: bool = False) -> list[bytes]:
         CacheCorruptError: The file is damaged outside of its records.
     """
     damaged = []
-    with BuildProgress(f"verifying {store.path}", store.num_records, shown=shown) as progress:
+    with Progress(f"verifying {store.path}", store.num_records, shown=shown, unit="records") as progress:
         for key, nbytes, is_intact in store.checked():
             progress.advance(nbytes)
             if not is_intact:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import io
 import signal
 import sys
 from typing import Annotated, Literal
@@ -14,6 +12,7 @@ from fastload.bench.configurations import Cache, configurations_of, default_work
 from fastload.cli.arguments import Size, Source  # noqa: TC001 - typer reads annotations
 from fastload.cli.source_argument import code_of, is_folder, open_source, open_transform
 from fastload.cli.terminal import Answer, CommandError, ExitCode, is_quiet
+from fastload.system.progress import Progress
 
 
 def bench(
@@ -62,11 +61,11 @@ def bench(
     benchmark = Benchmark(rows, rounds, length, min(samples, length))
     # Batch systems and CI send it: the steps that clean up run.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    num_runs, sink = rounds * len(rows), io.StringIO() if is_quiet() else sys.stderr
-    runs = benchmark.run(dataset, augment)
+    num_runs = rounds * len(rows)
     try:
-        with typer.progressbar(runs, num_runs, "measuring", show_pos=True, file=sink) as bar:
-            collections.deque(bar, maxlen=0)
+        with Progress("measuring", num_runs, shown=not is_quiet(), unit="runs") as progress:
+            for _ in benchmark.run(dataset, augment):
+                progress.advance()
     except KeyboardInterrupt as error:
         if not is_quiet():
             typer.echo("\n".join(table_lines(benchmark)))

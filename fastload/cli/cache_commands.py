@@ -226,7 +226,7 @@ def ls(
 
     lines, result = ([], {}) if path is not None else _in_memory()
     directory = path or os.getcwd()
-    caches = list_caches(directory)
+    caches = list_caches(directory, shown=not is_quiet())
     result["disk"] = details = [_details(cache) for cache in caches]
     if path is not None and [cache.path for cache in caches] == [path]:
         return Answer(result, _shown(details[0]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from typing import Annotated, Any, Literal
 
 import typer
@@ -78,6 +79,20 @@ Script = Annotated[
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All arguments of the script.")]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
+Optimize = Annotated[int, typer.Option("-O", count=True, help="As for python, and so are the next three.")]
+Unbuffered = Annotated[bool, typer.Option("-u")]
+Warnings = Annotated[list[str] | None, typer.Option("-W", metavar="FILTER")]
+Extras = Annotated[list[str] | None, typer.Option("-X", metavar="OPTION")]
+
+
+def _options(
+    optimize: int, unbuffered: bool, warnings: list[str] | None, extras: list[str] | None
+) -> list[str]:
+    """Options of python, as words."""
+    filters, settings = (
+        [f"-{name}{each}" for each in given or ()] for name, given in (("W", warnings), ("X", extras))
+    )
+    return ["-O"] * optimize + ["-u"] * unbuffered + filters + settings
 
 
 @app.command(short_help="Run a training script with fastload's loader instead of torch's.", **_RUNS_A_SCRIPT)
@@ -85,6 +100,10 @@ def run(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
+    optimize: Optimize = 0,
+    unbuffered: Unbuffered = False,
+    warnings: Warnings = None,
+    extras: Extras = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -120,12 +139,11 @@ def run(
     """Run SCRIPT under python, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script; options of python come before fastload, as in python -O -m
-    fastload run SCRIPT. --seeding, --device and --worker-type apply to every loader of the script. At the end
-    of a script that used a loader, lines on standard error say how many loaders were replaced, what caches
-    found and why the rest was decoded, and whether albumentations pipelines were seeded, which changes the
-    random numbers that they use. Of several ranks, the first one of each machine writes them, and counts its
-    own loaders alone.
+    everything after SCRIPT belongs to the script. --seeding, --device and --worker-type apply to every
+    loader of the script. At the end of a script that used a loader, lines on standard error say how many
+    loaders were replaced, what caches found and why the rest was decoded, and whether albumentations
+    pipelines were seeded, which changes the random numbers that they use. Of several ranks, the first one
+    of each machine writes them, and counts its own loaders alone.
     """
     from fastload.readers.request import CACHE_VARIABLE
 
@@ -133,7 +151,7 @@ def run(
         os.environ[CACHE_VARIABLE] = cache
     given = {"seeding": seeding, "device": device, "worker_type": worker_type}
     defaults = {name: value for name, value in given.items() if value is not None}
-    words = [*["-m"] * is_module, script, *(args or ())]
+    words = [*_options(optimize, unbuffered, warnings, extras), *["-m"] * is_module, script, *(args or ())]
     become_python(words, "fastload.integrations.run:begin", defaults=defaults, is_quiet=quiet)
 
 
@@ -144,18 +162,25 @@ def profile(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
+    optimize: Optimize = 0,
+    unbuffered: Unbuffered = False,
+    warnings: Warnings = None,
+    extras: Extras = None,
     output: Output = None,
 ) -> None:
     """Run SCRIPT under python, and report how long its training loops wait for data.
 
     The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
     fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and at most
-    four changes, each with its gain; a script that used no DataLoader gets none. Of several ranks, the first
-    one of each machine is watched. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
-    the script.
+    four changes, each with its gain; of a script that used no DataLoader, one line says so. Of several
+    ranks, the first one of each machine is watched. Options of fastload come before SCRIPT; everything
+    after SCRIPT belongs to the script.
     """
-    words = [*["-m"] * is_module, script, *(args or ())]
-    become_python(words, "fastload.cli.script:begin_profile", output=output and os.path.abspath(output))
+    words = [*_options(optimize, unbuffered, warnings, extras), *["-m"] * is_module, script, *(args or ())]
+    marker, unused = tempfile.mkstemp(prefix="fastload-profile-")  # until a process makes a loader
+    os.close(marker)
+    output = output and os.path.abspath(output)
+    become_python(words, "fastload.cli.script:begin_profile", output=output, unused=unused)
 
 
 @answers(app, short_help="Show what this machine offers a data loader.")

@@ -20,7 +20,7 @@ from fastload.integrations.state import state
 from fastload.system.logs import write_stderr
 
 if TYPE_CHECKING:
-    from fastload.profiling.session import Profile
+    from fastload.profiling.recorder import Profile
 
 
 def become_python(words: list[str], hook: str, **settings: Any) -> None:
@@ -55,16 +55,18 @@ def begin_profile() -> None:
     Not at once: torch can be imported in the middle of the import of what a profile needs.
     """
     settings, speaks = bootstrap.settings_here()
-    if speaks:
-        state.at_first_loader = functools.partial(_start, settings["output"], os.getpid())
-        add_methods()
+    state.at_first_loader = functools.partial(_start, settings, os.getpid(), speaks)
+    add_methods()
 
 
-def _start(output: str | None, pid: int) -> None:
-    if os.getpid() != pid:  # forked before
+def _start(settings: dict[str, Any], pid: int, speaks: bool) -> None:
+    with contextlib.suppress(OSError):  # another process was first
+        os.unlink(settings["unused"])
+    if os.getpid() != pid or not speaks:  # forked before
         return
-    from fastload.profiling.hooks import FOLDER
-    from fastload.profiling.session import Profile
+    from fastload.profiling import recorder
+
+    folder = os.path.dirname(recorder.__file__)
 
     def excepthook(kind: Any, error: BaseException, step: Any) -> None:
         steps, shown = [], None  # all frames but those of the profiler
@@ -72,12 +74,12 @@ def _start(output: str | None, pid: int) -> None:
             steps.append(step)
             step = step.tb_next
         for step in reversed(steps):
-            if not step.tb_frame.f_code.co_filename.startswith(FOLDER):
+            if not step.tb_frame.f_code.co_filename.startswith(folder):
                 step.tb_next, shown = shown, step
         show(kind, error.with_traceback(shown), shown)
 
     show, sys.excepthook = sys.excepthook, excepthook
-    atexit.register(_report, Profile(()).start(), output, pid)
+    atexit.register(_report, recorder.Profile(()).start(), settings["output"], pid)
 
 
 def _report(profile: Profile, output: str | None, pid: int) -> None:

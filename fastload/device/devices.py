@@ -34,6 +34,11 @@ _DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
 
 
+def uses_cuda() -> bool:
+    """Whether this process has used CUDA; does not call a driver."""
+    return bool(torch.cuda.is_initialized())
+
+
 def check_device(device: str | int | torch.device) -> torch.device | None:
     """``device`` as a torch.device; None for "auto". Does not call a driver.
 

@@ -1,67 +1,85 @@
-"""What is known of a loader and its batches, as plain values: settings, sizes, and the loader's name."""
+"""What is known of a loader in the consumer's process: its name, its settings and its steps."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch.utils.data import IterableDataset
 
-from fastload.nested.tree import leaves
-from fastload.profiling.line_sampler import is_own_code
+from fastload.profiling.stages import is_own_code
+from fastload.readers.request import requested_cache
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from fastload.profiling.counter import Counter
+
+MAX_STEPS = 200_000  # per loader: about 30 MB
 _GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "base_dataloader", "iterable"))
 
 
-def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
-    """The name, the dataset and the settings of a loader before its first batch.
+class Step(NamedTuple):
+    """One call of `__next__` that returned a batch.
 
-    Args:
-        loader: torch's or fastload's.
-        frame: The innermost frame of the code that iterates over it, to find its name.
+    Attributes:
+        epoch: The number of the epoch within the profile, from 0.
+        start_ns: When the consumer asked for the batch.
+        end_ns: When it got the batch.
+        cpu_ns: CPU time of the consumer's process until then.
     """
-    dataset = loader.dataset
-    is_iterable = isinstance(dataset, IterableDataset)
+
+    epoch: int
+    start_ns: int
+    end_ns: int
+    cpu_ns: int
+
+
+@dataclass
+class LoaderRecord:
+    """What is recorded of one loader in the consumer's process.
+
+    Attributes:
+        number: Its number among the recorded loaders.
+        name: The variable that holds it.
+        settings: See `settings_of`.
+        epochs: Of each loop: when `iter()` was called, and when it asked for a batch after the last one; 0 if
+            it was left early or continues.
+        steps: The last `MAX_STEPS` batches that the loops got.
+        num_steps: How many they got in all.
+        counter: Counts the files that this process decodes for it; None where it has a cache.
+    """
+
+    number: int
+    name: str
+    settings: dict[str, Any]
+    epochs: list[list[int]] = field(default_factory=list)
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    num_steps: int = 0
+    counter: Counter | None = None
+
+
+def settings_of(loader: Any) -> dict[str, Any]:
+    """The settings of torch's loader or fastload's, and the class and the length of its dataset."""
+    dataset, is_ours = loader.dataset, hasattr(loader, "worker_type")
     num_samples = None
-    if not is_iterable:
+    if not isinstance(dataset, IterableDataset):
         with contextlib.suppress(Exception):  # whatever it raises, the loop might never ask for it
             num_samples = len(dataset)
-    worker_type = getattr(loader, "worker_type", "process")
-    module = sys.modules.get("fastload.loader")
+    is_cached = is_ours and requested_cache(loader.cache) is not None
     return {
-        "name": _name_of(loader, frame),
         "dataset": type(dataset).__name__,
-        "is_cached": type(dataset).__name__ == "CachedDataset",
-        "remembers_files": getattr(loader, "cache", None) is not None,
-        "is_iterable": is_iterable,
         "num_samples": num_samples,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor,
+        "worker_type": str(loader.worker_type) if is_ours else "process",
+        "prefetch_factor": loader.prefetch_factor or 0,
         "persistent_workers": loader.persistent_workers,
-        "pin_memory": loader.pin_memory,
-        "is_fastload": module is not None and isinstance(loader, module.DataLoader),
-        "worker_type": worker_type if isinstance(worker_type, str) else "ray",
-        "device": None if getattr(loader, "device", None) is None else str(loader.device),
-        "nbytes": 0,
-        "image_dtype": None,
+        "device": str(loader.device) if is_ours and loader.device is not None else None,
+        "has_cache": is_cached or type(dataset).__name__ == "CachedDataset",
     }
-
-
-def batch_info(batch: Any) -> dict[str, Any]:
-    """The bytes of a batch's tensors, and the dtype of the largest of them with 4 dimensions."""
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    info: dict[str, Any] = {"nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
-    images = [tensor for tensor in tensors if tensor.dim() == 4]
-    if images:
-        largest = max(images, key=torch.numel)
-        info["image_dtype"] = str(largest.dtype).removeprefix("torch.")
-    return info
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -69,7 +87,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return attributes if isinstance(attributes, dict) else {}
 
 
-def _name_of(loader: Any, frame: FrameType | None) -> str:
+def name_of(loader: Any, frame: FrameType | None) -> str:
     """The variable or attribute that holds the loader in the calling user code; else its class.
 
     Names in frameworks' functions, and generic names, are the last choice.
@@ -78,8 +96,7 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
     while frame is not None:
         if is_own_code(frame.f_code.co_filename):
             attributes = _attributes(frame.f_locals.get("self"))
-            variables: dict[str, Any] = {**frame.f_globals, **attributes, **frame.f_locals}
-            for name, value in variables.items():
+            for name, value in {**frame.f_globals, **attributes, **frame.f_locals}.items():
                 # A framework's loader, such as Accelerate's, iterates over this one.
                 is_loader = value is loader or _attributes(value).get("base_dataloader") is loader
                 if is_loader and not name.startswith("_"):

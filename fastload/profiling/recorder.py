@@ -1,227 +1,269 @@
-"""Records loaders in the process that iterates over them: epochs, waits and computing.
+"""`fastload.profile`: records loaders in the process that iterates over them, and their workers.
 
 A recorded loader returns the same batches, in the same order, with the same errors. Only the outermost
-`__iter__` and `__next__` of a thread count, because a loader can wrap another one.
+`__iter__` and `__next__` of a thread count, because a loader can wrap another one. What is replaced meanwhile
+are these methods, and the main functions of worker processes while a recorded loader starts its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
-import weakref
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import dataloader as torch_loader
 
-from fastload.profiling.hooks import (
-    NO_LOADER,
-    ProcessRecorder,
-    hook_copies,
-    hook_new_workers,
-    hook_process,
-    unhook_new_workers,
-)
-from fastload.profiling.loader_info import batch_info, loader_info
-from fastload.profiling.spans import this_thread
+from fastload.device.devices import uses_cuda
+from fastload.profiling.counter import Counter
+from fastload.profiling.loader_info import LoaderRecord, Step, name_of, settings_of
+from fastload.profiling.measures import Machine, measured
+from fastload.profiling.report import ProfileReport
+from fastload.profiling.sampler import CONSUMER_INTERVAL_S, INTERVAL_S, Sampler, read_sums
+from fastload.readers import patches
+from fastload.readers.decode_cache import activate
+from fastload.system.budget import available_bytes
+from fastload.system.cpus import CpuTimes, busy_share, others_share, worthwhile_cpus
+from fastload.system.torch_private import torch_worker, worker_loop
+from fastload.workers import process as own_process
+from fastload.workers import worker as own_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Self
 
-MAX_STEPS = 200_000  # per loader: about 40 MB
-
-
-class Step(NamedTuple):
-    """One call of `__next__` that returned a batch.
-
-    Attributes:
-        epoch: The number of the epoch within the profile, from 0.
-        start_ns: When the consumer asked for the batch.
-        end_ns: When it got the batch.
-        cpu_ns: CPU time of the consumer's thread in between.
-        process_cpu_ns: CPU time of the consumer's process until then, with all threads.
-    """
-
-    epoch: int
-    start_ns: int
-    end_ns: int
-    cpu_ns: int
-    process_cpu_ns: int
+# Where pools find the main function of worker processes, and that function.
+_MAINS: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "torch": (torch_worker, "_worker_loop", worker_loop),
+    "fastload": (own_process, "main", own_worker.main),
+}
 
 
-@dataclass
-class Epoch:
-    """One iteration over a loader.
-
-    Attributes:
-        start_ns: When `iter()` was called.
-        end_ns: When the loop asked for a batch after the last one; 0 if it was left early or continues.
-    """
-
-    start_ns: int
-    end_ns: int = 0
+class _Thread(threading.local):
+    is_inside = False  # a recorded `__iter__` or `__next__`
 
 
-@dataclass
-class LoaderRecord:
-    """What is recorded of one loader in the consumer's process.
-
-    Attributes:
-        number: Its number among the recorded loaders.
-        info: Its settings, and what is known of its batches; see `loader_info`.
-        epochs: Its epochs.
-        steps: The last `MAX_STEPS` batches that the consumer got.
-        num_steps: How many it got in all.
-    """
-
-    number: int
-    info: dict[str, Any]
-    epochs: list[Epoch] = field(default_factory=list)
-    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
-    num_steps: int = 0
+_thread = _Thread()
 
 
-class Recorder:
-    """Records loaders from `start()` to `stop()`.
+def _recorded_main(kind: str, folder: str, loader: int, counts: bool, *args: Any, **kwargs: Any) -> None:
+    """The main function of a worker process of a recorded loader."""
+    sampler = Sampler(folder, INTERVAL_S)
+    if counts:
+        sampler.counters.append(Counter(folder, loader))
+        sampler.counters[0].begin()
+    sampler.threads[threading.get_ident()] = loader, time.perf_counter_ns()
+    try:
+        _MAINS[kind][2](*args, **kwargs)
+    finally:
+        sampler.stop()
 
-    Args:
-        directory: Where recordings are written.
-        loaders: The loaders to record; None for every loader of the process.
 
-    Attributes:
-        records: What was recorded of each loader, in the order of first use.
-    """
+def _set_mains(*args: Any) -> None:
+    """Let worker processes that start from now on be recorded, by these arguments; or, without any, not."""
+    for kind, (owner, name, main) in _MAINS.items():
+        # It is pickled with its arguments: any start method brings the sampler to the worker.
+        setattr(owner, name, functools.partial(_recorded_main, kind, *args) if args else main)
 
-    def __init__(self, directory: str, loaders: tuple[Any, ...] | None = None) -> None:
-        self.directory = directory
-        self.records: list[LoaderRecord] = []
-        self.is_on = False
+
+class Profile:
+    """The recording of loaders from `start()` to `stop()`, or in a with block; see `profile`."""
+
+    _current: Profile | None = None
+
+    def __init__(self, loaders: tuple[Any, ...]) -> None:
+        self._loaders = loaders
+        self._records: dict[Any, LoaderRecord] = {}
         self._pid = os.getpid()
         self._starting = threading.RLock()  # threads start the workers of their loaders one after another
-        self._loaders = loaders
-        self._by_loader: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
-        self._by_info: dict[tuple[Any, ...], LoaderRecord] = {}
         self._undo = contextlib.ExitStack()
         self._hooked_types: set[type] = set()
+        self._sampler: Sampler | None = None
+        self._before: CpuTimes | None = None
+        self._report = ProfileReport([], Machine(worthwhile_cpus()), 0)
 
-    def start(self) -> None:
-        """Put the hooks in place."""
-        if ProcessRecorder.current is not None:
+    def start(self) -> Self:
+        """Begin to record.
+
+        Raises:
+            RuntimeError: Another profile is running in this process.
+        """
+        if Profile._current is not None:
             raise RuntimeError(
                 "a profile is running in this process already: end its with block first, or "
                 "run the script with python instead of `fastload profile`"
             )
-        self.is_on = True
-        ProcessRecorder.current = ProcessRecorder(self.directory, NO_LOADER)
-        self._undo.callback(ProcessRecorder.end)
-        hook_process(self._undo)
-        self._undo.callback(unhook_new_workers)
-        kinds = [torch_loader.DataLoader]
-        module = sys.modules.get("fastload.loader")
-        if module is not None:
-            kinds.append(module.DataLoader)
-        for kind in kinds:
+        self._folder = tempfile.mkdtemp(prefix="fastload-profile-")
+        Profile._current = self
+        patches.retain(self)
+        own = sys.modules.get("fastload.loader")
+        for kind in (torch_loader.DataLoader, *([own.DataLoader] if own else [])):
             self._replace(kind, "__iter__", self._recorded_iter(kind.__iter__))
+        self._before = CpuTimes.now()
+        return self
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        original = vars(owner)[name]
+        self._undo.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, value)
-        self._undo.callback(setattr, owner, name, original)
 
     def stop(self) -> None:
-        """Put the originals back; loaders in use continue, unrecorded."""
-        self.is_on = False
+        """Stop recording; a second call does nothing. Loaders in use continue, unrecorded."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after, Profile._current = CpuTimes.now(), None
         self._undo.close()
+        if self._sampler is not None:
+            self._sampler.stop()
+        patches.release(self)
+        for record in self._records.values():
+            patches.release(record.counter)
+        machine = Machine(worthwhile_cpus(), busy_share(before, after), others_share(before, after))
+        try:
+            sums, counts = read_sums(self._folder)
+            loaders = [measured(record, sums, counts, machine) for record in self._records.values()]
+            self._report = ProfileReport(loaders, machine, available_bytes())
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def report(self) -> ProfileReport:
+        """What was measured.
+
+        Raises:
+            RuntimeError: The profile has not ended.
+        """
+        if self._before is not None:
+            raise RuntimeError("the profile is still running: ask after its with block")
+        return self._report
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
 
     def _recorded_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        recorder = self
-
         def __iter__(loader: Any) -> Any:  # noqa: N807  # its name in tracebacks
-            if os.getpid() != recorder._pid:  # a forked process is not recorded, nor are its workers
-                unhook_new_workers()
+            is_recorded = not self._loaders or any(loader is other for other in self._loaders)
+            # A process that was forked from this one is not recorded.
+            if _thread.is_inside or not is_recorded or os.getpid() != self._pid:
                 return original(loader)
-            loaders = recorder._loaders
-            is_recorded = loaders is None or any(loader is other for other in loaders)
-            if this_thread.loader is not None or not recorder.is_on or not is_recorded:
-                return original(loader)
-            return recorder._begin_epoch(original, loader)
+            return self._begin_epoch(original, loader)
 
         return __iter__
 
     def _begin_epoch(self, original: Callable[[Any], Any], loader: Any) -> Any:
-        record = self._record_of(loader)
-        hook_copies(self._undo)  # of modules that were imported since
-        start_ns = time.perf_counter_ns()
         with self._starting:
-            hook_new_workers(self.directory, record.number)
-            this_thread.loader = record.number
+            record, start_ns = self._record_of(loader), time.perf_counter_ns()
+            threads = set(threading.enumerate())
+            _set_mains(self._folder, record.number, record.counter is not None)
+            _thread.is_inside = True
             try:
                 iterator = original(loader)
             finally:
-                this_thread.loader = None
-            record.epochs.append(Epoch(start_ns))
+                _thread.is_inside = False
+                _set_mains()
+            if record.settings["worker_type"] == "thread":
+                for thread in set(threading.enumerate()) - threads:
+                    self._watch(record, thread.ident or 0)
+            epoch = [start_ns, 0]
+            record.epochs.append(epoch)
             # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
             with contextlib.suppress(AttributeError):
-                iterator._fastload_recorder = StepRecorder(self, record)
-                kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
-                if kind not in self._hooked_types:
-                    self._hooked_types.add(kind)
-                    self._replace(kind, "__next__", _recorded_next(vars(kind)["__next__"]))
+                iterator._fastload_profile = self, record, epoch
+                owner = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
+                if owner not in self._hooked_types:
+                    self._hooked_types.add(owner)
+                    self._replace(owner, "__next__", _recorded_next(vars(owner)["__next__"]))
         return iterator
 
     def _record_of(self, loader: Any) -> LoaderRecord:
-        record = self._by_loader.get(loader)
-        if record is None:
-            info = loader_info(loader, sys._getframe(2))
-            names = ("name", "dataset", "num_samples", "batch_size", "num_workers")
-            key = tuple(info[name] for name in names)
-            record = self._by_info.get(key)  # a loader recreated for each epoch is one loader
-            if record is None:
-                record = self._by_info[key] = LoaderRecord(len(self.records), info)
-                self.records.append(record)
-            self._by_loader[loader] = record
-        return record
+        name, settings = name_of(loader, sys._getframe(2)), settings_of(loader)
+        key = name, *(settings[each] for each in ("dataset", "num_samples", "batch_size", "num_workers"))
+        if key not in self._records:  # a loader recreated for each epoch is one loader
+            number = len(self._records)
+            counter = None if settings["has_cache"] else Counter(self._folder, number)
+            self._records[key] = LoaderRecord(number, name, settings, counter=counter)
+        return self._records[key]
 
+    def _watch(self, record: LoaderRecord, thread: int) -> None:
+        """Sample a thread of this process."""
+        with self._starting:
+            self._sampler = self._sampler or Sampler(self._folder, CONSUMER_INTERVAL_S)
+            if record.counter is not None and record.counter not in self._sampler.counters:
+                self._sampler.counters.append(record.counter)
+        self._sampler.threads[thread] = record.number, time.perf_counter_ns()
 
-class StepRecorder:
-    """Records the steps of one iterator."""
-
-    def __init__(self, recorder: Recorder, record: LoaderRecord) -> None:
-        self.recorder = recorder
-        self._record = record
-        self._epoch = len(record.epochs) - 1
-
-    def next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+    def _next(self, record: LoaderRecord, epoch: list[int], original: Callable[[Any], Any], loop: Any) -> Any:
         """The next batch of an iterator whose `__next__` is ``original``."""
-        record = self._record
-        start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
-        before_ns = getattr(iterator, "device_wait_ns", 0)
-        this_thread.loader = record.number
+        makes = record.settings["num_workers"] == 0
+        start_ns, before_ns = time.perf_counter_ns(), getattr(loop, "device_wait_ns", 0)
+        _thread.is_inside = True
+        if makes:
+            self._watch(record, threading.get_ident())
+            if record.counter is not None:
+                record.counter.begin()
         try:
-            batch = original(iterator)
+            batch = original(loop)
         except StopIteration:
-            record.epochs[self._epoch].end_ns = start_ns
+            epoch[1] = start_ns
+            if record.counter is not None:
+                record.counter.end()
             raise
         finally:
-            this_thread.loader = None
-        end_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns() - start_cpu_ns
-        start_ns += getattr(iterator, "device_wait_ns", 0) - before_ns  # the device's pace is the step's
-        record.steps.append(Step(self._epoch, start_ns, end_ns, cpu_ns, time.process_time_ns()))
+            _thread.is_inside = False
+            if makes:
+                activate(None)
+                if self._sampler is not None:
+                    self._sampler.threads.pop(threading.get_ident(), None)
+        end_ns = time.perf_counter_ns()
+        start_ns += getattr(loop, "device_wait_ns", 0) - before_ns  # the device's pace is the step's
+        record.steps.append(Step(len(record.epochs) - 1, start_ns, end_ns, time.process_time_ns()))
         record.num_steps += 1
-        if record.num_steps == 1:
-            record.info |= batch_info(batch)
+        if uses_cuda():  # copies to the device show in the loop
+            self._watch(record, threading.get_ident())
         return batch
 
 
 def _recorded_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def __next__(iterator: Any) -> Any:  # noqa: N807  # its name in tracebacks
-        steps: StepRecorder | None = iterator.__dict__.get("_fastload_recorder")
-        if steps is None or this_thread.loader is not None or not steps.recorder.is_on:
-            return original(iterator)
-        return steps.next(original, iterator)
+    def __next__(loop: Any) -> Any:  # noqa: N807  # its name in tracebacks
+        own = loop.__dict__.get("_fastload_profile")
+        if own is None or _thread.is_inside or own[0] is not Profile._current:
+            return original(loop)
+        profile, *places = own
+        return profile._next(*places, original, loop)
 
     return __next__
+
+
+def profile(*loaders: Any) -> Profile:
+    """Measure how long training loops wait for data, where loading spends its time, and what would help.
+
+    ```python
+    with fastload.profile(loader) as profile:
+        for images, labels in loader:
+            train_step(images, labels)
+    print(profile.report())
+    ```
+
+    Loaders of torch's class and of fastload's are recorded alike. Batches, their order and errors stay the
+    same. Workers started before the block are not recorded; use it around `iter(loader)`.
+
+    Args:
+        loaders: The loaders to record; none: all loaders of this process.
+
+    Returns:
+        A context manager; `report()` is what was measured.
+
+    Raises:
+        TypeError: One of `loaders` is no DataLoader.
+    """
+    for loader in loaders:
+        if not isinstance(loader, torch_loader.DataLoader):
+            raise TypeError(f"profile() takes DataLoaders, but got {type(loader).__name__}")
+    return Profile(loaders)

@@ -123,6 +123,13 @@ class DecodeCache:
         """Store what was decoded; the array is copied. Counts a miss."""
         self.missed(NEW if self.store.put(key, array, note) else self.full_reason)
 
+    def keep_made(self, key: bytes, nbytes: int, make: Callable[[], Any], note: Any = None) -> None:
+        """Store ``nbytes`` that ``make`` returns, which is called only if there is room for them."""
+        if self.store.has_room(nbytes):
+            self.keep(key, make(), note)
+        else:
+            self.missed(self.full_reason)
+
     def missed(self, reason: Unknown | str) -> None:
         """Count that something was decoded and not stored."""
         cache_counts.misses += 1
@@ -248,6 +255,11 @@ _thread = _Thread()
 def current() -> DecodeCache | None:
     """The cache that is active in this thread."""
     return _thread.cache
+
+
+def activate(cache: DecodeCache | None) -> None:
+    """Let all that this thread reads from now on use a cache, or none."""
+    _thread.cache = cache
 
 
 def inactive() -> AbstractContextManager[None]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # of servers differ. Only tests change these.
 SETTLED_S = 2.0
 SETTLED_REMOTE_S = 60.0
-# The classes of objects that read the file of their descriptor, and nothing else; a profile adds its own.
+# The classes of objects that read the file of their descriptor, and nothing else.
 FILES: set[type] = {io.FileIO}
 
 # Here, an inode goes to another file after a deletion alone, which shows in ctime.

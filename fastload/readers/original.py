@@ -12,6 +12,7 @@ result of a resize of all pixels is a pure function of the file and of the argum
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from PIL import Image
 from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import LEARNING, current
 from fastload.readers.identity import Unknown, digest
-from fastload.readers.pixels import PIXEL_BYTES, Pixels
+from fastload.readers.pixels import PIXEL_BYTES, Pixels, nbytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +73,8 @@ class Original:
         core, (note, self._note), cache = self._whole(), (self._note, None), self._cache
         if note is None:
             return core
-        width, height = core.size
-        if cache.store.has_room(width * height * PIXEL_BYTES.get(core.mode, 1)):
-            cache.keep(self._key, _bytes_of(core), note)
-        else:
-            cache.missed(cache.full_reason)  # before the pixels are copied
+        nbytes = nbytes_of(core.mode, core.size)
+        cache.keep_made(self._key, nbytes, functools.partial(_bytes_of, core), note)
         return core
 
     def _whole(self) -> Any:
@@ -117,7 +115,7 @@ class Original:
             return Pixels.of(mode, size, stored.array)
         core = getattr(self.core() if repeats is False else self._whole(), name)(*arguments)
         if repeats and core.mode == mode and core.size == size:
-            self._keep_result(key, _bytes_of(core))
+            self._keep_result(key, core)
         elif repeats is None and self._note is not None:
             self._note = None
             cache.missed(LEARNING)
@@ -139,16 +137,17 @@ class Original:
             if self._is_steady:
                 self._cache.differs(self._key, error)
 
-    def _keep_result(self, key: bytes, pixels: Any) -> None:
+    def _keep_result(self, key: bytes, core: Any) -> None:
         """Store a result; the first one of a file whose pixels are not stored goes with its note."""
         if not self._is_steady:
             self._cache.missed(Unknown.TOO_NEW)
         elif self._note is None:
-            self._cache.store.put(key, pixels, None)
-        elif self._result is None:
-            self._cache.keep(key_of_result(self._key), pixels, (key, self._note))
+            self._cache.store.put(key, _bytes_of(core), None)
         else:
-            self._cache.keep(key, pixels)
+            is_first = self._result is None
+            name, note = (key_of_result(self._key), (key, self._note)) if is_first else (key, None)
+            make = functools.partial(_bytes_of, core)
+            self._cache.keep_made(name, nbytes_of(core.mode, core.size), make, note)
 
 
 def _bytes_of(core: Any) -> Any:

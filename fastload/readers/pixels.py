@@ -12,6 +12,13 @@ if TYPE_CHECKING:
 
 # Bytes of a pixel, by Pillow's modes.
 PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
+_BITS = {"1": 1, "PA": 16}
+
+
+def nbytes_of(mode: str, size: tuple[int, int]) -> int:
+    """The bytes of all pixels of an image."""
+    width, height = size
+    return (width * _BITS.get(mode, 8 * PIXEL_BYTES.get(mode, 1)) + 7) // 8 * height
 
 
 class Pixels(NamedTuple):

@@ -52,19 +52,12 @@ torch_pin_memory = _utils.pin_memory
 torch_worker = _utils.worker
 # `tree_flatten`, `tree_unflatten`: since 1.8. torchvision's v2 imports them, too.
 pytree = _pytree
-# The classes whose `fetch` makes a batch in torch's workers: since 1.2.
-_NOT_PROFILED = "fastload profile does not see what torch's workers do"
-DATASET_FETCHERS = tuple(
-    fetcher
-    for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
-    if (fetcher := _find(torch_fetch, name, None, _NOT_PROFILED)) is not None
-)
 # (batch, device): since 1.2, with a device since 1.12.
 pin_memory: Callable[..., Any] = _find(
     torch_pin_memory, "pin_memory", lambda batch, device=None: batch, "batches are not pinned"
 )
 # What a worker process of torch's loader runs: since 1.2. Its dataset is in a list since 2.14.
-worker_loop = _find(torch_worker, "_worker_loop", None, _NOT_PROFILED)
+worker_loop = _find(torch_worker, "_worker_loop", None, "fastload profile does not see torch's workers")
 
 
 def generate_state(base_seed: int, worker_id: int) -> Any:

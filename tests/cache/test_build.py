@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -234,11 +233,9 @@ def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:
             build_lmdb(Images(4), tmp_path / directory / "cache")
 
 
-def test_a_build_logs_its_rate(tmp_path: Path, caplog: Any, capfd: Any) -> None:
-    """And draws nothing without a terminal."""
-    with caplog.at_level(logging.INFO, "fastload"):
-        build_lmdb(BrokenImages(12, bad=[0, 3]), tmp_path / "x", num_workers=0, **SKIP).close()
-    assert "samples/s" in caplog.text
+def test_a_build_draws_nothing_without_a_terminal(tmp_path: Path, capfd: Any) -> None:
+    """Also one that leaves samples out."""
+    build_lmdb(BrokenImages(12, bad=[0, 3]), tmp_path / "x", num_workers=0, **SKIP).close()
     assert capfd.readouterr().err == ""
 
 

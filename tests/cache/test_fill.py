@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 
 import fastload
-from fastload.cache import progress
 from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.progress import BuildProgress
 from fastload.cache.ram import registry
 from fastload.errors import CacheMismatchError, ImageReadError
-from fastload.system import locks
+from fastload.system import locks, progress
+from fastload.system.progress import Progress
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -217,7 +216,7 @@ def test_the_counter_the_rate_and_the_time_are_whole(columns: int, monkeypatch: 
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with BuildProgress(title, 1_281_167, shown=True) as bar:
+    with Progress(title, 1_281_167, shown=True) as bar:
         bar.advance(10 << 30, 640_000)
     line = terminal.getvalue().rstrip().split("\r\x1b[2K")[-1]
     assert len(line) < columns

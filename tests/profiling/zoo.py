@@ -7,12 +7,11 @@ import time
 from typing import Any
 
 import albumentations as A
-import cv2
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
-NUM_SAMPLES, BATCH = 96, 4
-PLANTED_S = 0.003  # per sample
+NUM_SAMPLES, BATCH = 48, 4
+PLANTED_S = 0.02  # per sample
 
 
 class Quick(Dataset[Any]):
@@ -41,38 +40,8 @@ class SlowRead(Quick):
         return self.read(index), index
 
 
-class SlowPath:
-    """A path that takes its time while it is opened."""
-
-    def __fspath__(self) -> str:
-        time.sleep(PLANTED_S)
-        return "/dev/zero"
-
-
-class SlowFile(Quick):
-    """Opens files slowly, by way of `open`."""
-
-    def __getitem__(self, index: int) -> Any:
-        with open(SlowPath(), "rb") as file:
-            return np.frombuffer(file.read(32 * 32), np.uint8).copy(), index
-
-
-class ColdOnce(Quick):
-    """Waits when a sample is read for the first time in this process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[int] = set()
-
-    def __getitem__(self, index: int) -> Any:
-        if index not in self.seen:
-            self.seen.add(index)
-            time.sleep(PLANTED_S)
-        return super().__getitem__(index)
-
-
 class SlowBlur(A.ImageOnlyTransform):
-    """A transform that waits; a busy loop would keep torch from sending the batch before, at times."""
+    """A transform that waits."""
 
     def __init__(self) -> None:
         super().__init__(p=1.0)
@@ -82,37 +51,9 @@ class SlowBlur(A.ImageOnlyTransform):
         return img
 
 
-def plain_transform(image: Any) -> Any:
-    """A function that waits, as `SlowBlur` does."""
-    time.sleep(PLANTED_S)
-    return {"image": image}
-
-
 def slow_transform() -> Quick:
     """An albumentations pipeline, one of whose transforms is slow."""
     return Quick(A.Compose([A.HorizontalFlip(), SlowBlur(), A.VerticalFlip()]))
-
-
-class DecodedAndCropped(Quick):
-    """JPEGs that are decoded in full, and of which a crop is used."""
-
-    def __init__(self) -> None:
-        super().__init__(A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()]))
-        noise = np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8)
-        self.file = cv2.imencode(".jpg", noise)[1]
-
-    def __getitem__(self, index: int) -> Any:
-        image = cv2.imdecode(self.file, cv2.IMREAD_COLOR_RGB)
-        return self.transform(image=image)["image"], index
-
-
-class SlowWorker(Quick):
-    """Waits in worker 1 alone."""
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        time.sleep(5 * PLANTED_S if info is not None and info.id == 1 else PLANTED_S / 10)
-        return super().__getitem__(index)
 
 
 class Locked(Quick):

@@ -1,0 +1,159 @@
+"""What to change, and what each change would gain, from the numbers that the table shows.
+
+A step takes as long as the slowest of three: the loop's computing, making a batch, shared by the workers,
+and the CPU time of all processes, shared by the CPUs. Without workers, the loop computes and makes in turn. A
+gain is this bound now, divided by the bound after that change alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastload.profiling.stages import CACHE, CODE, COLLATE, DECODE, LOCK, READ, RESIZE, TRANSFORM
+from fastload.system.humanize import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastload.profiling.measures import LoaderReport
+
+MIN_DATA_SHARE = 0.05  # a loop that waits less for data has no bottleneck, and gets no advice
+MIN_GAIN = 1.05  # of an advice
+_MAX_WORKERS = 32  # that are advised
+_MIN_SHARE = 0.3  # of making a batch, from which on a line of the user's is worth an advice
+
+STAGE_NAMES = {
+    READ: "reading files",
+    DECODE: "decoding",
+    RESIZE: "resizing",
+    TRANSFORM: "transforms",
+    COLLATE: "collating",
+    CACHE: "reading the cache",
+    LOCK: "waiting for a lock",
+    CODE: "your own code",
+}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change and its predicted gain.
+
+    Attributes:
+        change: Its name, for programs: "cache", "workers", "persistent_workers", "device", "code" or "lock".
+        text: The change in words.
+        gain: The predicted speed-up of training.
+    """
+
+    change: str
+    text: str
+    gain: float
+
+
+def step_s(
+    of: LoaderReport,
+    saved_s: float = 0,
+    saved_cpu_s: float = 0,
+    copy_s: float = 0,
+    workers: int | None = None,
+) -> float:
+    """The least time of a step, with less work on a batch, less copying, or other workers."""
+    num_workers = of.settings["num_workers"] if workers is None else workers
+    compute_s, make_s = max(of.compute_s - copy_s, 0.0), max(of.make_s - saved_s, 0.0)
+    loop_s = max(compute_s, make_s / num_workers) if num_workers else compute_s + make_s
+    return max(loop_s, (of.cpu_s - saved_cpu_s) / of.machine.num_cpus, 1e-6)
+
+
+def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
+    """What would gain something, the largest gain first; `available_bytes` of host memory are free."""
+    makers = (_cache(of, available_bytes), _workers(of), _slow(of)) if of.make_s else ()
+    found = [one for maker in (_start(of), _copies(of), *makers) for one in maker]
+    return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
+
+
+def _cache(of: LoaderReport, available_bytes: int) -> Iterator[Suggestion]:
+    if of.settings["has_cache"] or not of.known_share:
+        return
+    decoding, resizing, known = of.part(READ, DECODE), of.part(RESIZE), of.known_share
+    saved_s = (decoding.wall_s + resizing.wall_s * of.resized_share) * known
+    saved_cpu_s = (decoding.cpu_s + resizing.cpu_s * of.resized_share) * known
+    place, room = "ram", "how much memory it needs is unknown"
+    if of.file_bytes is not None:
+        place = "ram" if of.file_bytes <= available_bytes else "lmdb:PATH"
+        where = f"of RAM; {readable_size(available_bytes)} are free" if place == "ram" else "on disk"
+        room = f"it needs {readable_size(of.file_bytes)} {where}"
+    what = "reading and decoding" + " and resizing" * (of.resized_share > 0.5)
+    yield Suggestion(
+        "cache",
+        f'remember decoded files: fastload.DataLoader(dataset, cache="{place}"), or fastload run --cache '
+        f"{place}. It saves {what}, {saved_s / of.make_s:.0%} of making a batch, from the second epoch on; "
+        f"{room}",
+        step_s(of) / step_s(of, saved_s, saved_cpu_s),
+    )
+
+
+def _workers(of: LoaderReport) -> Iterator[Suggestion]:
+    now = of.settings["num_workers"]
+    if of.share(LOCK) > _MIN_SHARE:
+        return  # more of them would wait for it
+    steps = {number: step_s(of, workers=number) for number in range(now + 1, max(_MAX_WORKERS, now + 1) + 1)}
+    best = next(number for number, each_s in steps.items() if each_s <= 1.02 * min(steps.values()))
+    yield Suggestion("workers", f"num_workers={best} instead of {now}", step_s(of) / steps[best])
+
+
+def _start(of: LoaderReport) -> Iterator[Suggestion]:
+    if of.settings["num_workers"] and not of.settings["persistent_workers"] and of.start_share:
+        spared_s = max(of.start_s - max(of.make_s, of.wait_s), 0.0) * (of.num_epochs - 1)
+        yield Suggestion(
+            "persistent_workers",
+            f"persistent_workers=True: later epochs begin after {of.start_s:.2f} s",
+            of.total_s / max(of.total_s - spared_s, 1e-6),
+        )
+
+
+def _copies(of: LoaderReport) -> Iterator[Suggestion]:
+    if of.copy_s and of.settings["device"] is None:
+        yield Suggestion(
+            "device",
+            'fastload.DataLoader(dataset, device="cuda"): batches are copied ahead, while the loop computes; '
+            f"it copies for {of.copy_s * 1e3:.1f} ms per batch",
+            step_s(of) / step_s(of, copy_s=of.copy_s),
+        )
+
+
+def _slow(of: LoaderReport) -> Iterator[Suggestion]:
+    lock, code = of.part(LOCK), of.part(CODE)
+    if of.share(LOCK) > _MIN_SHARE:
+        text = f"no lock between workers: they wait for one {of.share(LOCK):.0%} of making a batch"
+        yield Suggestion("lock", text, step_s(of) / step_s(of, lock.wall_s, lock.cpu_s))
+    if of.share(CODE) > _MIN_SHARE and of.lines:
+        line, share = of.lines[0][0], min(of.lines[0][1], of.share(CODE))
+        scale = share / of.share(CODE)
+        text = f"a cheaper {line}, which is {share:.0%} of making a batch; if its result depends on a file "
+        text += 'alone, @fastload.remember(version="1") keeps it'
+        yield Suggestion("code", text, step_s(of) / step_s(of, code.wall_s * scale, code.cpu_s * scale))
+
+
+def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
+    """What limits loading, and a sentence about it: "start", "cpus", the largest stage, or "" if nothing."""
+    if of.data_share < MIN_DATA_SHARE or not of.num_batches:
+        return "", ""
+    if of.start_share > of.data_share / 2:
+        return "start", f"Epochs begin slowly: first batches take {of.start_s:.2f} s."
+    if not of.make_s:
+        return "", "Nothing was recorded of the workers: they ran too briefly, or began before the profile."
+    stage = max({part.stage for part in of.stages}, key=lambda each: of.share(each))
+    text = f"{STAGE_NAMES[stage]} is {of.share(stage):.0%} of making a batch"
+    waiting = 1 - of.part(stage).cpu_s / of.part(stage).wall_s
+    is_limited = of.cpu_s > 0.8 * of.machine.num_cpus * of.step_s
+    if waiting > 0.5 and not of.machine.is_busy:
+        text += f", {waiting:.0%} of it waiting"
+    if of.lines:
+        text += f", most of all in {of.lines[0][0]}"
+    num_workers = of.settings["num_workers"]
+    if num_workers > of.machine.num_cpus and is_limited:
+        return (
+            "cpus",
+            f"The CPUs are the limit: {num_workers} workers share {of.machine.num_cpus:g} CPUs; {text}.",
+        )
+    return stage, f"{text[0].upper()}{text[1:]}."

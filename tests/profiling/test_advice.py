@@ -1,0 +1,193 @@
+"""Measures, gains and verdicts that can be worked out by hand."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import fastload
+from fastload.profiling.advice import step_s, suggest
+from fastload.profiling.loader_info import LoaderRecord, Step
+from fastload.profiling.measures import LoaderReport, Machine, Stage, measured
+from fastload.profiling.report import ProfileReport
+from fastload.profiling.sampler import Sums
+
+MS, EIGHT_CPUS = 1_000_000, Machine(8)
+SETTINGS: dict[str, Any] = {
+    "dataset": "Photos",
+    "num_samples": 400,
+    "batch_size": 4,
+    "num_workers": 2,
+    "worker_type": "process",
+    "prefetch_factor": 2,
+    "persistent_workers": True,
+    "device": None,
+    "has_cache": False,
+}
+
+
+def record(num_steps: int = 100, wait_ms: int = 30, compute_ms: int = 10, **settings: Any) -> LoaderRecord:
+    """One epoch whose steps are all alike."""
+    made = LoaderRecord(0, "loader", {**SETTINGS, **settings}, [[0, num_steps * (wait_ms + compute_ms) * MS]])
+    for number in range(num_steps):
+        start_ms = number * (wait_ms + compute_ms)
+        made.steps.append(Step(0, start_ms * MS, (start_ms + wait_ms) * MS, start_ms * MS // 10))
+    made.num_steps = num_steps
+    return made
+
+
+def sums(*work: tuple[str, str, str, int, int], start_ms: int = 1000, loader: int = 0) -> Sums:
+    return Sums(loader, start_ms * MS, sum(each[4] for each in work), list(work))
+
+
+def report(machine: Machine = EIGHT_CPUS, counts: Any = (), **settings: Any) -> LoaderReport:
+    """Of two workers that make a batch in 80 ms: half of it decoding, and a quarter in a line that waits."""
+    work = (
+        ("decode", "cv2.imread", "train.py:3 in f", 3560 * MS, 3560 * MS),
+        ("code", "g", "train.py:9 in g", 1780 * MS, 178 * MS),
+        ("collate", "collate", "", 1780 * MS, 1780 * MS),
+        ("idle", "", "", 356 * MS, 0),
+    )
+    return measured(record(**settings), [sums(*work), sums(*work, loader=1)], counts, machine)
+
+
+def test_the_numbers() -> None:
+    """After the warm-up, of this loader alone, per batch; the idle time is no part of making one."""
+    found = report()
+    assert (found.num_epochs, found.num_batches, found.num_steady) == (1, 100, 89)
+    assert (found.wait_s, found.compute_s) == (pytest.approx(0.030), pytest.approx(0.010))
+    assert found.make_s == pytest.approx(0.080)
+    assert found.worker_utilization == pytest.approx(0.952, abs=0.001)
+    assert found.data_share == pytest.approx(0.75)
+    assert [each.stage for each in found.stages] == ["decode", "code", "collate"]
+    assert found.stages[0] == Stage("decode", "cv2.imread", pytest.approx(0.040), pytest.approx(0.040))
+    assert found.lines == [("train.py:3 in f", pytest.approx(0.5)), ("train.py:9 in g", pytest.approx(0.25))]
+    assert found.cpu_s == pytest.approx(0.004 + 0.062)
+
+
+def test_without_workers_the_wait_is_making() -> None:
+    """Samples only tell the shares."""
+    found = report(num_workers=0)
+    assert (found.make_s, found.worker_utilization) == (pytest.approx(0.030), None)
+    assert found.share("decode") == pytest.approx(0.5)
+
+
+def test_reading_a_cache_that_the_loader_lacks_is_ours() -> None:
+    """The files are counted by the readers, and their time is no time of the user's."""
+    work = ("cache", "identify", "", 500 * MS, 0), ("decode", "imread", "", 500 * MS, 0)
+    for has_cache, share in (True, 0.5), (False, 1.0):
+        found = measured(record(has_cache=has_cache), [sums(*work)], [], Machine(2))
+        assert found.share("decode") == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
+        ({}, 0.040),  # 80 ms of two workers
+        ({"saved_s": 0.040}, 0.020),
+        ({"workers": 4}, 0.020),
+        ({"workers": 100}, 0.010),  # the loop
+        ({"workers": 0}, 0.090),
+        ({"workers": 8, "copy_s": 0.005}, 0.010),
+    ],
+)
+def test_the_bound(changes: dict[str, Any], step: float) -> None:
+    """The loop, or making by all workers; they share the CPUs."""
+    assert step_s(report(), **changes) == pytest.approx(step)
+    assert step_s(report(Machine(1)), **changes) == pytest.approx(max(step, 0.066))
+
+
+def changes(found: LoaderReport, free_bytes: int = 1 << 40) -> dict[str, float]:
+    return {one.change: round(one.gain, 2) for one in suggest(found, free_bytes)}
+
+
+def test_gains_are_those_of_the_bound_the_largest_first() -> None:
+    """With the share that the table shows."""
+    found = report(counts=[[0, 10, 0, 0, {"a": 5_000_000}]])
+    assert changes(found) == {"workers": 4.0, "cache": 2.0}
+    (workers, cache) = suggest(found, 1 << 40)
+    assert workers.text == "num_workers=8 instead of 2"
+    assert "50% of making a batch" in cache.text
+    assert "it needs 5.0 MB of RAM" in cache.text
+    text = str(ProfileReport([found], Machine(8), 1 << 40))
+    assert "Decoding is 50% of making a batch, most of all in train.py:3 in f." in text
+    assert re.search(r"\n +50% +40.0 ms  decoding: cv2.imread\n", text)
+    assert re.search(r"\n +25% +20.0 ms  your own code: g  \(90% of it waiting\)\n", text)
+
+
+@pytest.mark.parametrize(
+    ("counts", "free_bytes", "said"),
+    [
+        ([], 1 << 40, "how much memory it needs is unknown"),
+        ([[0, 4, 0, 0, {"a": 9_000_000}]], 1, 'cache="lmdb:PATH"'),
+        ([[0, 4, 0, 0, {"a": 9_000_000}], [0, 4, 0, 0, {"a": 9_000_000, "b": 1}]], 1 << 30, "9.0 MB of RAM"),
+        ([[0, 0, 0, 4, {}]], 1 << 40, None),
+    ],
+)
+def test_the_memory_of_a_cache(counts: Any, free_bytes: int, said: str | None) -> None:
+    """Each file once; unknown if nothing was counted; and no cache of files that no reader knows."""
+    texts = [one.text for one in suggest(report(counts=counts), free_bytes) if one.change == "cache"]
+    assert bool(texts) == (said is not None)
+    assert said is None or said in texts[0]
+
+
+def test_a_part_of_an_epoch_is_extrapolated() -> None:
+    """100 batches and 4 in flight of the 1,000 that the dataset has."""
+    whole = report(counts=[[0, 4, 0, 0, {"a": 1_040}]])
+    part = record(num_samples=4_000)
+    part.epochs[0][1] = 0
+    found = measured(part, [], [[0, 4, 0, 0, {"a": 1_040}]], Machine(2))
+    assert (whole.file_bytes, found.file_bytes) == (1_040, 10_000)
+
+
+def test_resizes_are_saved_if_their_results_are_kept() -> None:
+    """And not where the first operation is a crop."""
+    work = [("resize", "resize", "", 4000 * MS, 0), ("decode", "load", "", 3120 * MS, 0)]
+    for resized, gain in (10, 4.0), (0, 1.78):
+        found = measured(record(), [sums(*work)], [[0, 10, resized, 0, {"a": 1}]], Machine(8))
+        assert changes(found)["cache"] == pytest.approx(gain, abs=0.01)
+
+
+def test_a_lock_is_named_and_more_workers_are_not() -> None:
+    """They would wait for it."""
+    work = [("lock", "SemLock.__enter__", "train.py:1 in f", 7120 * MS, 0)]
+    found = measured(record(), [sums(*work)], [], Machine(8))
+    assert set(changes(found)) == {"lock"}
+
+
+def test_copies_of_the_loop_and_starts_of_epochs() -> None:
+    """Both are in what the loop waits for, and have a setting each."""
+    work = [("decode", "x", "", 10, 10), ("copy", "images.cuda", "", 1068 * MS, 0)]
+    slow = record(wait_ms=1, compute_ms=13, persistent_workers=False)
+    slow.epochs.append([10_000 * MS, 12_000 * MS])
+    slow.steps.extend(Step(1, (10_000 + n) * MS, (11_000 + 13 * n) * MS, 0) for n in (0, 13))
+    found = measured(slow, [sums(*work)], [], Machine(8))
+    assert found.copy_s == pytest.approx(0.0118, abs=0.001)
+    assert {"device", "persistent_workers"} <= changes(found).keys()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (report(wait_ms=1, compute_ms=100), "Data is not your bottleneck: training waits for it 1.0%"),
+        (report(Machine(1), num_workers=9), "The CPUs are the limit: 9 workers share 1 CPUs; decoding"),
+        (measured(record(), [], [], Machine(1)), "Nothing was recorded of the workers"),
+        (measured(record(1), [], [], Machine(1)), "Too few batches for a verdict: 1,"),
+        (measured(record(0), [], [], Machine(1)), "No batch was loaded."),
+    ],
+)
+def test_verdicts(found: LoaderReport, said: str) -> None:
+    """Without a limit of the loader, nothing is advised."""
+    whole = ProfileReport([found], Machine(2, 0.95, 0.6), 1 << 40)
+    assert whole.verdict(found).partition(said)[1] == said or said in whole.verdict(found)
+    assert bool(whole.bottleneck(found)) == ("limit" in said)
+    assert whole.bottleneck(found) or not whole.suggestions(found)
+    assert "60% of them with other processes" in str(whole)
+    assert whole.as_dict()["loaders"][0]["verdict"] == whole.verdict(found)
+
+
+def test_public_names() -> None:
+    """What a report consists of can be imported."""
+    assert {"LoaderReport", "Profile", "ProfileReport", "profile"} <= set(fastload.profiling.__all__)
