@@ -97,7 +97,7 @@ release: $(BIN)/.ready
 	$(BIN)/twine check --strict dist/*
 	set -e; for file in dist/*; do \
 	  $(PYTHON) -m venv --clear build/release; \
-	  build/release/bin/pip install --quiet hatchling==1.33.0 numpy==1.26.* pillow==10.3.* lmdb==3.0.* xxhash==3.5.* psutil==5.9.* rich==13.* typer==0.19.*; \
+	  build/release/bin/pip install --quiet hatchling==1.33.0 numpy==1.26.* pillow==10.3.* lmdb==3.0.* xxhash==3.5.* psutil==5.9.* typer==0.19.*; \
 	  build/release/bin/pip install --quiet --no-deps --no-build-isolation $$file; \
 	  build/release/bin/fastload --version; build/release/bin/fastload cache ls build; \
 	  build/release/bin/python -c "import fastload, fastload.errors; print(len(fastload.__all__), 'names')"; \
