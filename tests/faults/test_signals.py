@@ -90,7 +90,8 @@ class AlarmError(Exception):
 
 
 # A descriptor that is received or closed belongs to no object for a moment: who raises there leaves it open.
-HAND_OVER = {"Channel.receive", "Channel._loaded", "Channel._close_received"}
+# So does an index that the sampler has given: who raises there loses it, as with torch's loader.
+HAND_OVER = {"Channel.receive", "Channel._loaded", "Channel._close_received", "Epoch._put_index"}
 
 
 class Injection:
@@ -143,10 +144,7 @@ EVERY = pytest.param(1, marks=pytest.mark.thorough)
 def test_a_handler_that_raises_never_loses_a_batch_in_silence(
     kind: str, error: type[BaseException], step: int, pretend_accelerator: Any
 ) -> None:
-    """Wherever it comes in next(): the next batches come in order, or an error comes.
-
-    It costs one batch at most, or two while the sampler is asked: also that of the index that it gave.
-    """
+    """Wherever it comes in next(): the next batches come in order, without one at most, or an error comes."""
     if kind == "pinned":
         pretend_accelerator()
     loader = fastload.DataLoader(datasets.Made(zoo.array, 40_000), 2, **KINDS[kind])
@@ -174,7 +172,7 @@ def test_a_handler_that_raises_never_loses_a_batch_in_silence(
             got = _value(next(iterator))
             assert got == 0
         else:
-            assert got in (number + 2, number + 4, number + 6)
+            assert got in (number + 2, number + 4)
         number = got
     del iterator
     loader.close()

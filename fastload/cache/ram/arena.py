@@ -341,6 +341,7 @@ class Arena:
         slot: Callable[[int], int | None],
         entry_of: Callable[[int], int] = int,
         taken: int = 0,
+        ran_short: Callable[[], None] | None = None,
     ) -> bool:
         """Claim space, write a record, and publish its entry.
 
@@ -352,6 +353,7 @@ class Arena:
                 record is stored. Called under the lock.
             entry_of: Makes the entry of the record's offset.
             taken: The entry while the record is written.
+            ran_short: Called in the first process that finds no room.
 
         Returns:
             False if there is no room, or another process holds the lock.
@@ -366,6 +368,8 @@ class Arena:
             after = cursor.after(claimed_bytes(nbytes), used_bytes)
             if index < 0 or not self.allows(after):
                 self.move(cursor._replace(is_short=1))
+                if ran_short is not None and not cursor.is_short:
+                    ran_short()
                 return False
             if taken:
                 self.publish(index, taken)

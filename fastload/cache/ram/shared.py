@@ -110,19 +110,18 @@ class SampleTable:
         arena, index = self._arena, int.from_bytes(key, "big")
         space_bytes = claimed_bytes(sum(memoryview(part).nbytes for part in parts))
         with arena.growing():
-            was_short = arena.cursor.is_short  # then `max_memory` is usually too small, and a warning said so
-            if (was_short and not arena.allows(arena.cursor.after(space_bytes, space_bytes))) or not (
-                self.has_room(space_bytes)
-            ):
+            cursor = arena.cursor
+            is_over = cursor.is_short and not arena.allows(cursor.after(space_bytes, space_bytes))
+            if is_over or not self.has_room(space_bytes):  # and a warning said so
                 return False
 
             def slot(_: int) -> int | None:
                 return None if arena.entries[index] else index
 
-            is_stored = arena.store(key.ljust(_KEY_BYTES, b"\0"), parts, space_bytes, slot)
-            if arena.cursor.is_short and not was_short:
+            def warn() -> None:
                 self._warn(f"max_memory={readable_size(self.max_bytes)} has no room for more")
-            return is_stored
+
+            return arena.store(key.ljust(_KEY_BYTES, b"\0"), parts, space_bytes, slot, ran_short=warn)
         return False
 
     def has_room(self, nbytes: int) -> bool:
