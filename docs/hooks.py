@@ -20,7 +20,7 @@ def on_config(config: Any) -> Any:
     version = re.search(r'__version__ = "(.+)"', text)
     assert version is not None
     address = re.search(
-        r'^ADDRESS = "(.*)"', (Path(__file__).parent / "address.py").read_text(), re.MULTILINE
+        r'^ADDRESS = "([^"]*)"', (Path(__file__).parent / "address.py").read_text(), re.MULTILINE
     )
     assert address is not None
     config.repo_url = address[1] or None
