@@ -28,7 +28,7 @@ BUDGETS = {
     "loader errors version __init__ __main__": (437, 420),
     "epochs": (1623, 1050),
     "workers": (1974, 1150),
-    "batch": (1335, 800),
+    "batch": (1337, 800),
     "cache": (4303, 2600),
     "readers": (1627, 1200),
     "images": (723, 600),

@@ -399,3 +399,31 @@ def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
     list(iterator)
     label = f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
     assert [event.name for event in profile.function_events if "DataLoader" in event.name] == [label] * 2
+
+
+class _Ends(tud.IterableDataset):
+    """Four images a pass; counts how often it was asked after the last one."""
+
+    num_ends = left = 0
+
+    def __iter__(self) -> Any:
+        self.left = 4
+        return self
+
+    def __next__(self) -> Any:
+        if not self.left:
+            self.num_ends += 1
+            raise StopIteration
+        self.left -= 1
+        return np.zeros((64, 64, 3), np.uint8)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, None])
+def test_a_stream_is_told_of_its_end_as_often_as_by_torch(batch_size: Any) -> None:
+    """LitData's, for example, count their epochs by it."""
+    ours, torchs = _Ends(), _Ends()
+    for _ in range(2):
+        assert len(list(fastload.DataLoader(ours, batch_size))) == len(
+            list(tud.DataLoader(torchs, batch_size))
+        )
+    assert ours.num_ends == torchs.num_ends

@@ -177,6 +177,8 @@ class Collator:
             taken.append(sample if own is None else own(sample))
             if write is None:
                 break
+        else:
+            return taken  # a stream that has ended may count how often it is asked
         # The rest: a call, or a choice, for each sample would take a tenth of an epoch of ints.
         if get is not None:
             taken += [get(item) if own is None else own(get(item)) for item in items]
