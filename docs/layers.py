@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1623, 1050),
     "workers": (1974, 1150),
     "batch": (1337, 800),
-    "cache": (4303, 2600),
+    "cache": (4297, 2600),
     "readers": (1627, 1200),
     "images": (723, 600),
     "augmentation": (958, 800),

@@ -157,8 +157,8 @@ class Collator:
             num_rows: How many there can be; 0: no leaves are written to rows, for another collate_fn.
             dataset: Has the samples.
             get: Called with each index; None: ``dataset[index]``.
-            own: Called with each sample after its large leaves were written, because the memory that the rest
-                refers to can change or must not reach torch; None: the rest is kept itself.
+            own: Called with each sample that ``get`` returned, after its large leaves were written, because
+                the memory of the rest can change or must not reach torch; None: the rest is kept itself.
         """
         taken: list[Any] = []
         write = None

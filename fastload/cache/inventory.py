@@ -42,6 +42,7 @@ BESIDE = ("", *lmdb_file.BESIDE)  # LMDB's file, and what lies beside it while i
 NEW_BYTES = 2 * mmap.PAGESIZE  # of a file of LMDB that is empty, or whose first write was cut short
 _LMDB_MAGIC = struct.pack("=I", 0xBEEFC0DE)
 _MAGIC_AT = 16  # behind the header of the first page
+_MANY_FILES = 200  # from which on a listing shows its progress
 _POLL_S = 0.2
 _LOG_POLLS = 50
 _sleep = time.sleep
@@ -65,9 +66,6 @@ class CacheOnDisk:
     nbytes: int
     store: LmdbStore | None = None
     problem: str | None = None
-
-
-_MANY_FILES = 200  # for which a bar is drawn
 
 
 def list_caches(path: str, *, shown: bool = False) -> list[CacheOnDisk]:

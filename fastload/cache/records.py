@@ -42,9 +42,9 @@ from fastload.nested.spec import Spec, flatten
 
 FORMAT_VERSION = 4
 ALIGNMENT_BYTES = 64
-LMDB_PLACE = (
-    16  # bytes behind the start of a page, of large values. Copies from elsewhere take a quarter longer
-)
+# LMDB's large values begin so many bytes behind the start of a page. Copies of arrays that are not aligned in
+# memory take a quarter longer.
+LMDB_PLACE = 16
 
 _HEADER = struct.Struct("<4sHHIIQ")  # magic, version, place, bytes of the spec, leaves, bytes of the record
 _MAGIC = b"FLrc"

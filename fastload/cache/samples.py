@@ -158,9 +158,8 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequ
         CacheCorruptError: One of them is damaged.
     """
     num_rows, total = len(records), len(records[0])
-    if (
-        seeds and checksum_of(records[0], seeds[0]) != records[0][:PREFIX_AT]
-    ):  # before its shape claims memory
+    # Before its shape claims memory.
+    if seeds and checksum_of(records[0], seeds[0]) != records[0][:PREFIX_AT]:
         raise CacheCorruptError("a checksum is wrong")
     first, make = outline(records[0]), tensor_functions()
     leaves = list(enumerate(first.spec.leaves))

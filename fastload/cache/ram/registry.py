@@ -255,8 +255,9 @@ def live() -> list[dict[str, Any]]:
             about["nbytes"] += arena.nbytes
             about["max_bytes"] += arena.max_bytes
         arena.close()
+    holders = entries()
     for name, about in found.items():
-        about["users"] = sorted({entry.pid for entry in entries(name)})
+        about["users"] = sorted({entry.pid for entry in holders if entry.name == name})
     return sorted(found.values(), key=lambda about: float(about["created_s"]))
 
 

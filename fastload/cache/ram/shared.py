@@ -218,14 +218,11 @@ class SharedMemoryCache(StoredSamples):
         self.layout = "uniform" if fields["columns"] else "ragged"
         self.reason = "private to this process and its workers"
         if fields["columns"] and not arena.is_full:
-            spec = Spec.parse(fields["spec"].encode("ascii"))
-            self._spec, self._places = (
-                spec,
-                [
-                    Column(leaf, numpy_dtype(dtype), tuple(shape), at)
-                    for leaf, (dtype, shape, at) in zip(spec.leaves, fields["columns"], strict=True)
-                ],
-            )
+            self._spec = spec = Spec.parse(fields["spec"].encode("ascii"))
+            self._places = [
+                Column(leaf, numpy_dtype(dtype), tuple(shape), at)
+                for leaf, (dtype, shape, at) in zip(spec.leaves, fields["columns"], strict=True)
+            ]
             arena.segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
             self._columns = ColumnReader(spec, tuple(self._places), self.num_samples, arena.memory)
 

@@ -35,7 +35,7 @@ MIN_TABLE_BYTES = 1 << 20
 
 KIND = "files"
 _HIT_MS, _KEPT_MS = range(2)  # words
-_NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
+_FIRST_LEVEL, _LEVEL_GROWTH = 4096, 4
 _MEAN_RECORD_BYTES = 1024  # smaller records fill a table earlier
 _MAX_PROBES = 64
 _TAG_SHIFT = 41
