@@ -63,8 +63,8 @@ def import_torchvision() -> Any:
     return importlib.import_module("torchvision")
 
 
-def image_folder(first: str, version: str, folder: str) -> Any:
-    """ImageFolder with the pipelines that training scripts begin with."""
+def pipeline(first: str, version: str) -> Any:
+    """The transforms that training scripts begin with."""
     vision = import_torchvision()
     transforms = (
         vision.transforms if version == "v1" else importlib.import_module("torchvision.transforms.v2")
@@ -78,7 +78,12 @@ def image_folder(first: str, version: str, folder: str) -> Any:
         "Resize(256), RandomCrop(224)": [transforms.Resize(256), transforms.RandomCrop(224)],
     }[first]
     flip, normalize = transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
-    return vision.datasets.ImageFolder(folder, transforms.Compose([*begin, flip, *end, normalize]))
+    return transforms.Compose([*begin, flip, *end, normalize])
+
+
+def image_folder(first: str, version: str, folder: str) -> Any:
+    """ImageFolder with such transforms."""
+    return import_torchvision().datasets.ImageFolder(folder, pipeline(first, version))
 
 
 class OwnFiles(torch.utils.data.Dataset[Any]):

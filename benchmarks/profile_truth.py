@@ -16,7 +16,6 @@ Command: python benchmarks/profile_truth.py [--seconds 2.0] [--runs 5] [--only N
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ import albumentations as A
 import cv2
 import numpy as np
 import torch.utils.data
-from any_dataset import MEAN, SETTLED_S, STD, import_torchvision
+from any_dataset import SETTLED_S, pipeline
 from harness import in_own_process, save
 from PIL import Image
 from rich.console import Console
@@ -45,6 +44,7 @@ from fastload.cache.file_cache import store_of_process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+CROP, RESIZE = "RandomResizedCrop(224)", "Resize(256), RandomCrop(224)"
 TORCH, OURS = torch.utils.data.DataLoader, fastload.DataLoader
 NUM_FILES, NUM_PHOTOS, BATCH = 320, 20, 16
 STORAGE_S = 0.020  # of a file
@@ -138,23 +138,6 @@ class Waits(torch.utils.data.Dataset[Any]):
         return torch.zeros(3, 64, 64), index
 
 
-def pipeline(version: str, first: str) -> Any:
-    """The transforms that training scripts begin with."""
-    vision = import_torchvision()
-    transforms = (
-        vision.transforms if version == "v1" else importlib.import_module("torchvision.transforms.v2")
-    )
-    end = [transforms.ToTensor()]
-    if version == "v2":
-        end = [transforms.ToImage(), transforms.ToDtype(torch.float32, scale=True)]
-    begin = {
-        "crop": [transforms.RandomResizedCrop(224)],
-        "resize": [transforms.Resize(256), transforms.RandomCrop(224)],
-    }[first]
-    flip, normalize = transforms.RandomHorizontalFlip(), transforms.Normalize(MEAN, STD)
-    return transforms.Compose([*begin, flip, *end, normalize])
-
-
 def albumentations() -> Any:
     """The usual training crop."""
     return A.Compose(
@@ -188,18 +171,18 @@ class Script:
 CACHE: dict[str, Any] = {"cache": "ram"}
 SCRIPTS = {
     "torchvision v1": Script(
-        ("decode",), "cache", lambda folder: Files(folder, pipeline("v1", "crop")), 1, 0.005, CACHE
+        ("decode",), "cache", lambda folder: Files(folder, pipeline(CROP, "v1")), 1, 0.005, CACHE
     ),
     "torchvision v2": Script(
         ("decode", "transform"),
         "cache",
-        lambda folder: Files(folder, pipeline("v2", "crop")),
+        lambda folder: Files(folder, pipeline(CROP, "v2")),
         1,
         0.005,
         CACHE,
     ),
     "Resize first": Script(
-        ("decode", "resize"), "cache", lambda folder: Files(folder, pipeline("v1", "resize")), 1, 0.005, CACHE
+        ("decode", "resize"), "cache", lambda folder: Files(folder, pipeline(RESIZE, "v1")), 1, 0.005, CACHE
     ),
     "OpenCV and albumentations": Script(
         ("decode",), "cache", lambda folder: ByOpenCV(folder, albumentations()), 1, 0.005, CACHE
@@ -214,7 +197,7 @@ SCRIPTS = {
     "storage-bound": Script(
         ("code", "read"),
         "workers",
-        lambda folder: SlowStorage(folder, pipeline("v1", "crop")),
+        lambda folder: SlowStorage(folder, pipeline(CROP, "v1")),
         2,
         0.100,
         {},
