@@ -33,7 +33,7 @@ from fastload.system.os_errors import why_unwritable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 META_KEY = b"meta"
 BESIDE = LOCK, BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
 WAIT_S = 600.0  # for other processes, by whoever may wait
