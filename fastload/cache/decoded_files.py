@@ -70,21 +70,11 @@ def open_files(path: str) -> LmdbStore:
     return store
 
 
-def details_of(store: LmdbStore) -> dict[str, Any]:
-    """What is stored on disk, ready for JSON.
-
-    `num_contents` is the number of files that are known, `num_cached` that of results of decoding, which the
-    same file can have several of.
-    """
+def count_files(store: LmdbStore) -> tuple[int, int]:
+    """How many results of decoding are stored on disk, and how many files are known: one can have several."""
     keys = store.all_keys()
     num_cached = sum(len(key) == FILE_KEY_BYTES for key in keys)
-    return {
-        "path": store.path,
-        **{name: store.meta[name] for name in ("kind", "version", "created_s", "finished")},
-        "num_cached": num_cached,
-        "num_contents": len(keys) - num_cached,
-        "nbytes": store.nbytes,
-    }
+    return num_cached, len(keys) - num_cached
 
 
 class DecodedFiles:
