@@ -78,7 +78,6 @@ CACHE_BASE = {
         "cache.fingerprint",
         "cache.lmdb_file",
         "cache.lmdb_store",
-        "cache.plain_text",
     ),
     *("cache.records", "cache.sample_cache", "cache.samples", "cache.store"),
 }

@@ -95,7 +95,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a folder": (
         lambda path: CachedDataset.build(DATA, path),
-        "build the cache again\nTo build a cache, use a path that does not exist yet",
+        "use a different path, or, if an earlier version made it, remove it, and build the cache again",
     ),
     "a path to build": (
         lambda _: CachedDataset.build(DATA, None),  # type: ignore[arg-type]

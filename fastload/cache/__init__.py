@@ -2,7 +2,7 @@
 
 Read from the bottom up: `records` (values as bytes), `store` (what keeps records), `lmdb_file` and
 `lmdb_store` (which keep them in one file), `decoded_files` (what readers store), `fingerprint`, `columns`,
-`plain_text`, `sample_cache` (the interface of caches), `samples` (in a store, by index), `ram`
+`sample_cache` (the interface of caches), `samples` (in a store, by index), `ram`
 (stores in shared memory), `inventory` (the files of caches), `finished` (a whole one); `sources` and
 `random_check` (what samples are read from), `fill` (workers that read and store), `file_cache` (what is
 cached by file instead of by sample), `build` (fills a file and finishes it); then `dataset` (the user's

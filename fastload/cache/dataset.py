@@ -25,10 +25,9 @@ from torch.utils.data import Dataset, IterableDataset
 from fastload.augmentation.encoded import decoded
 from fastload.batch.failures import FailedSample
 from fastload.batch.source import expect, expects, positions_of
-from fastload.cache.fill import fill
+from fastload.cache.fill import FillOptions, fill
 from fastload.cache.finished import LMDBCache
 from fastload.cache.no_cache import NoCache
-from fastload.cache.sources import LMDBDataset
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -162,7 +161,7 @@ class CachedDataset(Dataset[Any]):
         opened = open_cache(cache, dataset, pre_transform, cache_key, max_memory)
         self.cache, self._source, self._holds_images = opened
         self._stores = cache is not None
-        is_watched = self._stores and not isinstance(self._source, LMDBDataset)
+        is_watched = self._stores and self._source is not self.cache
         self._watch = DrawWatch(self._source) if is_watched else None
         self._has_warned = False
 
@@ -238,8 +237,8 @@ class CachedDataset(Dataset[Any]):
         """
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
-        samples = LMDBDataset(LMDBCache(path, renumber=True))
-        return cls(samples, transform, cache=samples.cache)
+        samples = LMDBCache(path, renumber=True)
+        return cls(samples, transform, cache=samples)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of the transform is of the releases of libraries here; a checkpoint can meet others.
@@ -475,16 +474,8 @@ class CachedDataset(Dataset[Any]):
             Exception: An error of the dataset, with a note that names the sample.
         """
         cache, left_out = self.cache, list[FailedSample]()
-        fill(
-            self,
-            left_out,
-            num_workers=num_workers,
-            on_error=on_error,
-            max_errors=max_errors,
-            advice="The others stay in the cache",
-            title="filling the cache",
-            shown=progress,
-        )
+        options = FillOptions(num_workers, on_error, max_errors, progress)
+        fill(self, left_out, options, advice="The others stay in the cache", title="filling the cache")
         if left_out:
             listed = "; ".join(map(str, left_out[:_MAX_LISTED])) + "; ..." * (len(left_out) > _MAX_LISTED)
             text = "cache: %d of %d samples could not be read, and are left out: %s"

@@ -15,7 +15,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fastload.augmentation import ends
-from fastload.cache.decoded_files import DecodedFiles, details_of, open_files
+from fastload.cache.decoded_files import KIND, DecodedFiles, count_files, open_files
+from fastload.cache.lmdb_file import RefusedError
 from fastload.cache.lmdb_store import LmdbStore
 from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.store import SharedStore, Use, open_store
@@ -108,7 +109,7 @@ class FileCache:
         """What happens, and what is remembered, in one line."""
         store, nbytes = self.store, self.store.nbytes
         if isinstance(store, LmdbStore):
-            num_files, limit = details_of(store)["num_cached"], f"at {store.path}"
+            num_files, limit = count_files(store)[0], f"at {store.path}"
         else:
             num_files, limit = store.num_files, f"at most {readable_size(store.max_bytes)}; {store.reason}"
             if nbytes > store.max_bytes:
@@ -151,7 +152,12 @@ def store_of_process(place: str | float) -> SharedStore | LmdbStore:
     with _stores_lock:
         if place not in _stores:
             if isinstance(place, str) and place.startswith(DISK):
-                _stores[place] = open_files(place[len(DISK) :])
+                path = place.removeprefix(DISK)
+                try:
+                    _stores[place] = open_files(path)
+                except RefusedError as error:
+                    meta = {"kind": KIND, "finished": False}
+                    _stores[place] = LmdbStore(path, -1, meta, error.reason)
             else:
                 _stores[place] = open_store(place)
         return _stores[place]

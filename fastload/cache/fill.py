@@ -11,14 +11,15 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
 import random
 import signal
 import sys
-import time
 import traceback
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
@@ -38,13 +39,11 @@ from fastload.system.torch_private import set_worker_info
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
-
+    from collections.abc import Callable, Generator, Sequence
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time
 _CHUNKS_AHEAD = 2  # that each worker has
-_FLUSH_EVERY_S = 1.0  # so much work is lost at most when a worker is killed
 _ENOUGH_REJECTED = 64  # if the cache rejects this many samples in a row, it is full
 _MAX_IDLE_ROUNDS = 3
 _MAX_WORKERS = 16
@@ -102,48 +101,52 @@ class _Answer(NamedTuple):
     failure: Failure | None = None
 
 
-def check_options(num_workers: int | None, on_error: str, max_errors: int | float) -> None:
-    """Check the user's arguments of `fill`.
+@dataclass(frozen=True)
+class FillOptions:
+    """The user's options of `fill`.
+
+    Attributes:
+        num_workers: Processes that read; None for one per usable CPU, at most 16; 0 for none.
+        on_error: `"raise"`, or `"skip"` to leave out samples that cannot be read.
+        max_errors: How many samples `"skip"` can leave out, as a number or a share.
+        progress: Draw a bar, if standard error is a terminal.
 
     Raises:
         TypeError, ValueError: One of them is invalid.
     """
-    number = None if num_workers is None else as_int("num_workers", num_workers)
-    options = {"num_workers": number, "on_error": on_error}
-    check_arguments(options, {"num_workers": optional(integer(0)), "on_error": one_of("raise", "skip")})
-    check_max_errors(max_errors, on_error, '"skip"')
+
+    num_workers: int | None = None
+    on_error: str = "raise"
+    max_errors: int | float = 0.01
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.on_error == "replace":  # the word of DataLoader
+            raise ValueError('a cache replaces no samples: write on_error="skip", which leaves them out')
+        number = None if self.num_workers is None else as_int("num_workers", self.num_workers)
+        options = {"num_workers": number, "on_error": self.on_error}
+        check_arguments(options, {"num_workers": optional(integer(0)), "on_error": one_of("raise", "skip")})
+        check_max_errors(self.max_errors, self.on_error, '"skip"')
 
 
 def fill(
-    dataset: Filled,
-    left_out: list[FailedSample],
-    *,
-    num_workers: int | None,
-    on_error: str,
-    max_errors: int | float,
-    advice: str,
-    title: str,
-    shown: bool,
+    dataset: Filled, left_out: list[FailedSample], options: FillOptions, *, advice: str, title: str
 ) -> None:
     """Read every missing sample that the cache might accept; stop when it accepts no more.
 
     Args:
         dataset: Whose cache is filled.
         left_out: Receives the samples that cannot be read.
-        num_workers: Processes; None for one per usable CPU, 0 for none.
-        on_error: `"raise"`, or `"skip"` to leave out samples that cannot be read.
-        max_errors: How many samples `"skip"` can leave out, as a number or a share.
+        options: Of the user.
         advice: What to say if too many samples cannot be read: what stays, or what to do.
         title: Of the progress.
-        shown: Draw a bar, if standard error is a terminal.
     """
-    check_options(num_workers, on_error, max_errors)
     cache = dataset.cache
     missing, nbytes = cache.missing().tolist(), cache.nbytes
     if not missing:
         return
     done = cache.num_samples - len(missing)
-    with Progress(title, cache.num_samples, shown=shown, done=done) as progress:
+    with Progress(title, cache.num_samples, shown=options.progress, done=done) as progress:
 
         def count(answer: _Answer) -> None:
             nonlocal nbytes
@@ -151,11 +154,11 @@ def fill(
             progress.advance(nbytes - before, answer.num_stored + len(answer.left_out))
             if answer.left_out:
                 left_out.extend(answer.left_out)
-                check_left_out(left_out, max_errors, cache.num_samples, advice)
+                check_left_out(left_out, options.max_errors, cache.num_samples, advice)
 
         # Samples rejected because workers wanted space at the same moment get a second round.
         rounds_left = _MAX_IDLE_ROUNDS
-        while missing and rounds_left and not _read(dataset, missing, num_workers, count, on_error):
+        while missing and rounds_left and not _read(dataset, missing, options, count):
             unreadable = {sample.index for sample in left_out}
             left = [index for index in cache.missing().tolist() if index not in unreadable]
             rounds_left = rounds_left - 1 if len(left) == len(missing) else _MAX_IDLE_ROUNDS
@@ -163,20 +166,17 @@ def fill(
 
 
 def _read(
-    dataset: Filled,
-    indices: list[int],
-    num_workers: int | None,
-    count: Callable[[_Answer], None],
-    on_error: str,
+    dataset: Filled, indices: list[int], options: FillOptions, count: Callable[[_Answer], None]
 ) -> bool:
     """Read these samples once; returns whether that is all: they are stored, or the cache accepts no more."""
-    num_processes = choose_workers(num_workers, len(indices))
+    num_processes = choose_workers(options.num_workers, len(indices))
     # A chunk of a dataset at a URL is fetched in one call: fewer, larger ones wait less.
     num_chunks = max(1, num_processes) * (1 if expects(dataset) else _CHUNKS_A_WORKER)
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // num_chunks))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     num_rejected, rejected = 0, 0  # in all, and in a row
-    with contextlib.closing(_answers(dataset, chunks, num_processes, on_error == "skip")) as answers:
+    skips = options.on_error == "skip"
+    with contextlib.closing(_answers(dataset, chunks, num_processes, skips)) as answers:
         for answer in answers:
             if answer.failure is not None:
                 answer.failure.reraise()
@@ -189,29 +189,19 @@ def _read(
     return num_rejected == 0
 
 
-def _answers(
-    dataset: Filled, chunks: Sequence[list[int]], num_workers: int, skips: bool
-) -> Generator[_Answer]:
-    if not num_workers:
-        yield from (_read_chunk(dataset, chunk, skips) for chunk in chunks)
-        dataset.cache.flush()
-        return
-    with _Workers(dataset, min(num_workers, len(chunks)), skips) as workers:
-        yield from workers.read(chunks)
-
-
 def _read_chunk(dataset: Filled, indices: list[int], skips: bool) -> _Answer:
-    num_stored, left_out = 0, list[FailedSample]()
-    worker = get_worker_info()
+    num_stored, left_out, failure, worker = 0, list[FailedSample](), None, get_worker_info()
     expect(dataset, indices)
     for index in indices:
         try:
             num_stored += dataset._store(index)
         except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
             if not skips or isinstance(error, _NEVER_LEFT_OUT):
-                return _Answer(len(indices), num_stored, left_out, Failure.of(index, error))
+                failure = Failure.of(index, error)
+                break
             left_out.append(FailedSample.of(index, error, None if worker is None else worker.id))
-    return _Answer(len(indices), num_stored, left_out)
+    dataset.cache.flush()
+    return _Answer(len(indices), num_stored, left_out, failure)
 
 
 # --- workers ----------------------------------------------------------------------------------------------
@@ -230,65 +220,50 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     return min(worthwhile_cpus(), _MAX_WORKERS)
 
 
-class _Workers:
-    """Worker processes, each at the other end of a pipe; they end with the `with` block."""
+def _answers(
+    dataset: Filled, chunks: Sequence[list[int]], num_workers: int, skips: bool
+) -> Generator[_Answer]:
+    """The answers for some chunks, in any order, each when its samples are there for others.
 
-    def __init__(self, dataset: Filled, num_workers: int, skips: bool) -> None:
-        self._processes: dict[Any, Any] = {}  # by this process's end of the pipe
-        context = multiprocessing.get_context()
-        try:
-            for number in range(num_workers):
-                here, there = context.Pipe()
-                with handlers_blocked(context.get_start_method() != "forkserver") as mask, there:
-                    self._processes[here] = context.Process(
-                        target=_work,
-                        args=(dataset, skips, number, num_workers, there, os.getpid(), mask),
-                        daemon=True,
-                    )
-                    self._processes[here].start()
-        except BaseException:
-            self.__exit__()
-            raise
+    Workers end with the generator.
 
-    def __enter__(self) -> _Workers:
-        return self
-
-    def read(self, chunks: Sequence[list[int]]) -> Iterator[_Answer]:
-        """The answers, in any order; after the last one, all that was stored is there for others.
-
-        Raises:
-            WorkerDiedError: A worker has ended.
-        """
-        tasks = iter([*chunks, *[None] * (_CHUNKS_AHEAD * len(self._processes))])  # None: flush
-        with contextlib.suppress(BrokenPipeError):  # what has ended is found below
-            for _ in range(_CHUNKS_AHEAD):
-                for pipe in self._processes:
-                    pipe.send(next(tasks))
-        busy = set(self._processes)
-        left = dict.fromkeys(busy, _CHUNKS_AHEAD)
-        while busy:
-            for pipe in cast("list[Any]", wait(list(busy))):
+    Raises:
+        WorkerDiedError: A worker has ended.
+    """
+    if not num_workers:
+        yield from (_read_chunk(dataset, chunk, skips) for chunk in chunks)
+        return
+    tasks, num_left = iter(chunks), len(chunks)
+    context, processes = multiprocessing.get_context(), dict[Any, Any]()  # by this process's ends of pipes
+    try:
+        for number in range(min(num_workers, num_left)):
+            here, there = context.Pipe()
+            with handlers_blocked(context.get_start_method() != "forkserver") as mask, there:
+                arguments = dataset, skips, number, num_workers, there, os.getpid(), mask
+                processes[here] = context.Process(target=_work, args=arguments, daemon=True)
+                processes[here].start()
+            for chunk in itertools.islice(tasks, _CHUNKS_AHEAD):
+                with contextlib.suppress(BrokenPipeError):  # what has ended is found below
+                    here.send(chunk)
+        while num_left:
+            for pipe in cast("list[Any]", wait(list(processes))):
                 try:
                     answer = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    process = self._processes[pipe]
+                    process = processes[pipe]
                     process.join()
                     raise WorkerDiedError(
                         f"a worker process (id {process.pid}) ended with exit code {process.exitcode} while "
                         "it read samples. -9 is often the system's answer to a lack of memory: use fewer "
                         "workers; its standard error has more"
                     ) from None
-                if answer is None:
-                    left[pipe] -= 1
-                    if not left[pipe]:
-                        busy.discard(pipe)
-                    continue
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.send(next(tasks))
+                num_left -= 1
+                for chunk in itertools.islice(tasks, 1):
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.send(chunk)
                 yield answer
-
-    def __exit__(self, *_: object) -> None:
-        for pipe, process in self._processes.items():
+    finally:
+        for pipe, process in processes.items():
             if process.pid is not None:
                 process.kill()  # nothing that they hold needs an orderly end, and a decoder can take long
                 process.join()
@@ -299,7 +274,7 @@ class _Workers:
 def _work(
     dataset: Filled, skips: bool, number: int, num_workers: int, pipe: Any, parent_pid: int, mask: set[Any]
 ) -> None:
-    """Run a worker: answer each chunk, and None with None once all is stored for others to find."""
+    """Run a worker: answer each chunk."""
     # Ctrl-C reaches all processes, and the parent ends this one. First: it can be waiting to be delivered.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
@@ -313,12 +288,6 @@ def _work(
     np.random.seed(number)
     torch.manual_seed(number)
     set_worker_info(number, num_workers, number, dataset)
-    flushed_s = time.monotonic()
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
         while True:
-            chunk = pipe.recv()
-            answer = None if chunk is None else _read_chunk(dataset, chunk, skips)
-            if chunk is None or time.monotonic() - flushed_s > _FLUSH_EVERY_S:
-                dataset.cache.flush()
-                flushed_s = time.monotonic()
-            pipe.send(answer)
+            pipe.send(_read_chunk(dataset, pipe.recv(), skips))

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache import lmdb_file
-from fastload.cache.lmdb_store import LmdbStore, open_store, usable
+from fastload.cache.lmdb_file import RefusedError
+from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.humanize import readable_size
 from fastload.system.linux import check_disk_caches
@@ -42,7 +43,6 @@ BESIDE = ("", *lmdb_file.BESIDE)  # LMDB's file, and what lies beside it while i
 NEW_BYTES = 2 * mmap.PAGESIZE  # of a file of LMDB that is empty, or whose first write was cut short
 _LMDB_MAGIC = struct.pack("=I", 0xBEEFC0DE)
 _MAGIC_AT = 16  # behind the header of the first page
-_MANY_FILES = 200  # from which on a listing shows its progress
 _POLL_S = 0.2
 _LOG_POLLS = 50
 _sleep = time.sleep
@@ -54,90 +54,74 @@ class CacheOnDisk:
 
     Attributes:
         path: The cache's own path, even if only PATH.partial exists.
+        files: All its files.
+        nbytes: Their size.
         state: `"finished"`, `"damaged"`, `"unreadable"` here and now, `"filling"` of decoded files,
             `"unfinished"` of a build, or `"building"` while one is at work.
-        nbytes: Size of all its files.
         store: What is in it; None if it cannot be read.
         problem: Why not, or what an unfinished one lacks.
     """
 
     path: str
-    state: str
+    files: list[str]
     nbytes: int
+    state: str
     store: LmdbStore | None = None
     problem: str | None = None
 
 
-def list_caches(path: str, *, shown: bool = False) -> list[CacheOnDisk]:
+def list_caches(path: str) -> list[CacheOnDisk]:
     """The cache at a path, or those in a directory, but not in its subdirectories, sorted by path.
 
-    What this user cannot read is skipped. Draws a bar, if standard error is a terminal.
+    What is not a cache, or this user cannot read, is skipped.
 
     Raises:
         FileNotFoundError: There is neither.
         PermissionError: The directory cannot be read.
     """
-    if (one := _look(path)) is not None:
-        return [one]
+    with contextlib.suppress(FileNotFoundError):
+        return [look(path)]
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is neither a cache nor a directory at {path}") from None
     found = []
-    paths = sorted({os.path.join(path, name.removesuffix(PARTIAL)) for name in names})
-    is_long = len(paths) > _MANY_FILES
-    with Progress(f"looking at {path}", len(paths), shown=shown and is_long, unit="files") as progress:
-        for own in paths:
-            with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-                found.append(_look(own))
-            progress.advance()
-    return [cache for cache in found if cache is not None]
+    for own in sorted({os.path.join(path, name.removesuffix(PARTIAL)) for name in names}):
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
+            found.append(look(own))
+    return found
 
 
-def _look(path: str) -> CacheOnDisk | None:
-    found = []
-    for own in (path, path + PARTIAL):
-        with contextlib.suppress(CacheMismatchError):  # another program's
-            found += [own] * is_ours(own)
-    if not found:
-        return None
-    nbytes = size_of(_with_others(found, path))
-    if found[0] != path:
-        state = "building" if is_being_built(path) else "unfinished"
-        return CacheOnDisk(path, state, nbytes, problem="it was interrupted: run the build again")
-    try:
-        store = usable(open_store(path))
-    except CacheError as error:
-        state = "damaged" if isinstance(error, CacheCorruptError) else "unreadable"
-        return CacheOnDisk(path, state, nbytes, problem=str(error))
-    return CacheOnDisk(path, "finished" if store.meta["finished"] else "filling", nbytes, store)
+def look(path: str, *, strict: bool = False) -> CacheOnDisk:
+    """The cache at a path.
 
-
-def files_of(path: str) -> list[str]:
-    """Every file of the cache at `path`.
+    Args:
+        path: Of the cache.
+        strict: Whether something else at its paths is an error.
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
         CacheMismatchError: Something else is at the path.
         PermissionError: It cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(path)  # raises if the directory cannot be entered
-    found = [own for own in (path, path + PARTIAL) if is_ours(own)]
+    found = []
+    for own in (path, path + PARTIAL):
+        with contextlib.suppress(*[] if strict else [CacheMismatchError]):
+            found += [own] * is_ours(own)
     if not found:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
-    return _with_others(found, path)
-
-
-def _with_others(found: list[str], path: str) -> list[str]:
-    """The files of a cache, with those beside them."""
-    files = [own + end for own in found for end in BESIDE]
-    return [file for file in (*files, path + REPORT) if os.path.isfile(file)]
-
-
-def size_of(files: list[str]) -> int:
-    """The size of these files in bytes."""
-    return sum(os.lstat(file).st_size for file in files if os.path.lexists(file))
+    ends = [*(own + end for own in found for end in BESIDE), path + REPORT]
+    files = list(filter(os.path.isfile, ends))
+    known = path, files, sum(map(os.path.getsize, files))
+    if found[0] != path:
+        state = "building" if is_being_built(path) else "unfinished"
+        return CacheOnDisk(*known, state, problem="it was interrupted: run the build again")
+    try:
+        store = open_store(path)
+    except CacheError as error:
+        state = "damaged" if isinstance(error, CacheCorruptError) else "unreadable"
+        return CacheOnDisk(*known, state, problem=str(error))
+    return CacheOnDisk(*known, "finished" if store.meta["finished"] else "filling", store)
 
 
 def is_ours(path: str) -> bool:
@@ -147,7 +131,9 @@ def is_ours(path: str) -> bool:
         CacheMismatchError: Something else is there.
         PermissionError: It cannot be read.
     """
-    if not os.path.lexists(path):
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
         return False
     if os.path.isfile(path) and not os.path.islink(path):
         with open(path, "rb") as file:
@@ -156,7 +142,7 @@ def is_ours(path: str) -> bool:
         if is_new and not start[:_MAGIC_AT].strip(b"\0\x08") and _LMDB_MAGIC.startswith(start[_MAGIC_AT:]):
             return True
         if start[_MAGIC_AT:] == _LMDB_MAGIC:
-            with contextlib.suppress(CacheCorruptError):
+            with contextlib.suppress(CacheCorruptError, RefusedError):
                 open_store(path)
             return True
     raise CacheMismatchError(
@@ -165,25 +151,24 @@ def is_ours(path: str) -> bool:
     )
 
 
-def remove(path: str) -> tuple[list[str], int]:
+def remove(path: str) -> CacheOnDisk:
     """Remove the cache at `path` with all its files; processes that have it open can still use it.
 
     Returns:
-        The removed paths, and their size in bytes.
+        What there was, with the size that it had.
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
         CacheMismatchError: Something else is at the path.
         CacheBusyError: It is being built.
     """
-    files_of(path)  # raises before anything is touched, including the lock, if no file is ours
+    look(path, strict=True)  # raises before anything is touched, including the lock, if no file is ours
     with only_builder(path):
-        files = files_of(path)
-        nbytes = size_of(files)
-        for file in files:
+        cache = look(path, strict=True)
+        for file in cache.files:
             with contextlib.suppress(FileNotFoundError):  # of a process on another machine, which failed
                 os.unlink(file)
-    return files, nbytes
+    return cache
 
 
 def damaged_keys(store: LmdbStore, *, shown: bool = False) -> list[bytes]:

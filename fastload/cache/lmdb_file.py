@@ -33,7 +33,7 @@ from fastload.system.os_errors import why_unwritable
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 META_KEY = b"meta"
 BESIDE = LOCK, BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
 WAIT_S = 600.0  # for other processes, by whoever may wait
@@ -44,11 +44,6 @@ _CHUNK_KEYS = 1024
 _SMALL_BYTES, _FEW_RECORDS = 1 << 20, 4096  # up to which walking the tree takes about 20 ms
 _ROOM_BYTES = 64 << 20  # of a map, beyond the file, for discarding records
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def files_of(path: str) -> list[str]:
-    """The file of a store, and those beside it."""
-    return [path, *(path + suffix for suffix in BESIDE if os.path.exists(path + suffix))]
 
 
 def descriptor_of(path: str, flags: int) -> int:
@@ -62,8 +57,16 @@ def descriptor_of(path: str, flags: int) -> int:
         return os.open(path, os.O_RDONLY | always)
 
 
-def examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
-    """`meta`, and why the file is not used, if that is so; no other process commits meanwhile."""
+class RefusedError(CacheError):
+    """This process does not use a file that may be right; `reason` says why."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"cannot read the cache {path}: {reason}")
+        self.reason = reason
+
+
+def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any]:
+    """`meta`; no other process commits meanwhile."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
     again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
@@ -76,13 +79,13 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> tuple[dict[st
             create is not None and os.fstat(fd).st_size <= 2 * mmap.PAGESIZE
         ):  # its maker might have been killed
             _make(path, fd, create)
-        return _read_meta(path, fd), None
+        return _read_meta(path, fd)
     except lmdb.Error as error:
         is_small = isinstance(error, lmdb.MemoryError) and os.fstat(fd).st_size <= _SMALL_BYTES
         if is_small and (problems := problems_of(fd)):  # it claims more pages than memory has room for
             raise CacheCorruptError(f"{path} is damaged ({problems[0]}): {CURE}") from error
         if (reason := why_unopened(error)) is not None:
-            return {}, reason
+            raise RefusedError(path, reason) from error
         reason = str(error).removeprefix(f"/proc/self/fd/{fd}: ")
         raise CacheMismatchError(
             f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {CURE}"
@@ -150,7 +153,8 @@ def _read_meta(path: str, fd: int) -> dict[str, Any]:
     try:
         meta = parse_meta(value)
         version, _, _, _ = meta["version"], meta["uuid"], salt_of(meta), meta["finished"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        time.localtime(float(meta["created_s"]))
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
         raise CacheMismatchError(
             f"{path} is an LMDB file, but no cache that this version made: use a different path, or {CURE}"
         ) from None

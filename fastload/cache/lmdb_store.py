@@ -36,17 +36,18 @@ import lmdb
 import numpy as np
 
 from fastload.cache.lmdb_file import (
+    BESIDE,
     BOOT,
     CURE,
     LOCK,
     META_KEY,
     OTHER_SPACE,
     WAIT_S,
+    RefusedError,
     boot_id,
     checked_records,
     descriptor_of,
     examined,
-    files_of,
     meta_value,
     parse_meta,
     problems_of,
@@ -61,7 +62,7 @@ from fastload.readers.identity import file_system_of, is_local
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import resource
-from fastload.system.linux import check_disk_caches
+from fastload.system.linux import check_disk_caches, pid_namespace
 from fastload.system.locks import fcntl, flocked
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unreadable, why_unwritable
@@ -87,10 +88,6 @@ _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that P
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
 
 
-class _RefusedError(Exception):
-    """Why this process does not use the file."""
-
-
 _stores: weakref.WeakValueDictionary[tuple[int, int], LmdbStore] = weakref.WeakValueDictionary()
 _stores_lock = threading.RLock()
 
@@ -108,6 +105,7 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         CacheMismatchError: It is something else, or has another format.
         CacheCorruptError: It is damaged.
         CacheError: It cannot be read, or made.
+        RefusedError: This process does not use it, although it may be right.
     """
     check_disk_caches(path)
     try:
@@ -131,23 +129,12 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
             store = None
         if store is None:
             try:
-                store = _stores[key] = LmdbStore(path, fd, *examined(path, fd, create))
+                store = _stores[key] = LmdbStore(path, fd, examined(path, fd, create))
             except BaseException:
                 os.close(fd)
                 raise
         else:
             os.close(fd)
-    return store
-
-
-def usable(store: LmdbStore) -> LmdbStore:
-    """The store, for a caller who cannot go on without its file.
-
-    Raises:
-        CacheError: This process does not use it.
-    """
-    if not store.meta:
-        raise CacheError(f"cannot read the cache {store.path}: {store.problem}")
     return store
 
 
@@ -159,7 +146,7 @@ def _unpickled(path: str, meta: dict[str, Any]) -> LmdbStore:
             return store
         problem = f"{path} was replaced by another file"
     except (CacheError, FileNotFoundError) as error:
-        problem = str(error)
+        problem = str(getattr(error, "reason", error))
     return LmdbStore(path, -1, meta, problem)
 
 
@@ -200,7 +187,7 @@ class LmdbStore:
         self._damaged: set[bytes] = set()  # keys whose records are to be replaced
         self._try_at_s = self._write_at_s = 0.0
         self._told = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forks
-        self._space = _pid_namespace()
+        self._space = pid_namespace()
         self._stamp = _stamp(fd)
         weakref.finalize(self, _close, fd).atexit = False
         if problem is not None:
@@ -310,8 +297,8 @@ class LmdbStore:
         for is_last in (False, True):
             try:
                 return work(self._opened())
-            except _RefusedError as error:
-                self._refuse(str(error))
+            except RefusedError as error:
+                self._refuse(error.reason)
                 return None
             except (lmdb.Error, MemoryError) as error:
                 self._close_env()  # its place among the readers was lost, or its map is too small by now
@@ -380,8 +367,8 @@ class LmdbStore:
                 if not has_turn:
                     return False
                 self._written(self._put_pending)
-        except _RefusedError as error:
-            self._refuse(str(error))
+        except RefusedError as error:
+            self._refuse(error.reason)
         except (OSError, lmdb.Error, MemoryError) as error:
             self._write_at_s = time.monotonic() + _RETRY_S
             self.problem = why_unwritable(error, self.path)
@@ -402,13 +389,15 @@ class LmdbStore:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise _RefusedError("it was removed") from None
+            raise RefusedError(self.path, "it was removed") from None
         status = os.fstat(fd)
         if self._fd >= 0 and os.path.samestat(status, os.fstat(self._fd)) and status.st_nlink == 1:
             return fd
         os.close(fd)
         # By each name, a file has another lock file, and readers are known there alone.
-        raise _RefusedError("it has a hard link" if status.st_nlink > 1 else "another file is in its place")
+        raise RefusedError(
+            self.path, "it has a hard link" if status.st_nlink > 1 else "another file is in its place"
+        )
 
     def _written(self, change: Callable[[Any], None]) -> None:
         """Change the file in a transaction, when it is this process's turn."""
@@ -428,7 +417,7 @@ class LmdbStore:
                     if txn.id() != env.info()["last_txnid"] + 1:
                         raise lmdb.Error("its lock file was changed by another program")
                     if parse_meta(txn.get(META_KEY))["finished"]:
-                        raise _RefusedError("it was finished by another process")
+                        raise RefusedError(self.path, "it was finished by another process")
                     change(txn)
                 end = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
                 if os.fstat(self._fd).st_size < end:  # LMDB does not write a free page
@@ -448,7 +437,7 @@ class LmdbStore:
 
     def sync(self) -> None:
         """Sync all commits to the disk, and remove the marker, unless a process commits now."""
-        with contextlib.suppress(OSError, _RefusedError):
+        with contextlib.suppress(OSError, RefusedError):
             os.stat(self.path + BOOT)
             os.fdatasync(self._fd)  # the most of it, while others read and commit
             with self._lock, flocked(self._turn) as has_turn:
@@ -470,15 +459,17 @@ class LmdbStore:
         try:
             with self._lock, flocked(self._turn, wait_s=WAIT_S) as has_turn:
                 if self.problem or not has_turn:
-                    raise _RefusedError(self.problem or "another process is committing")
+                    raise RefusedError(self.path, self.problem or "another process is committing")
                 self._written(lambda txn: txn.put(META_KEY, meta_value(meta)))
                 os.fdatasync(self._fd)
                 self._close_env()
-                for file in files_of(self.path)[1:]:
-                    os.unlink(file)
+                for beside in BESIDE:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(self.path + beside)
                 self.meta, self._stamp = meta, _stamp(self._fd)
-        except (_RefusedError, OSError, lmdb.Error) as error:
-            raise CacheError(f"cannot finish the cache {self.path}: {error}") from error
+        except (RefusedError, OSError, lmdb.Error) as error:
+            reason = getattr(error, "reason", error)
+            raise CacheError(f"cannot finish the cache {self.path}: {reason}") from error
 
     def close(self) -> None:
         """Commit, unless others do for a second, and close the environment until the next access."""
@@ -495,22 +486,23 @@ class LmdbStore:
         if self._env is not None:
             return self._env
         if self._is_refused:
-            raise _RefusedError(self.problem)
+            raise RefusedError(self.path, self.problem or "")
         try:
             if not self.meta["finished"]:
                 self._open_live()
             if self.meta["finished"]:
                 self._env = quiet(self._fd, readonly=True, max_spare_txns=1)
         except (lmdb.Error, OSError) as error:
-            raise _RefusedError(why_unopened(error) or f"LMDB cannot open it: {error}") from error
+            raise RefusedError(self.path, why_unopened(error) or f"LMDB cannot open it: {error}") from error
         return self._env
 
     def _open_live(self) -> None:
         kind = file_system_of(self.path)
         if not is_local(kind):
-            raise _RefusedError(
+            raise RefusedError(
+                self.path,
                 f"it is not finished, and on a file system of kind {kind or 'unknown'}, perhaps on a "
-                "network: fill it on a local disk"
+                "network: fill it on a local disk",
             )
         os.close(self._turn())
         self._claim_space()
@@ -538,7 +530,7 @@ class LmdbStore:
             meta = parse_meta(txn.get(META_KEY))
         if meta.get("uuid") != self.meta["uuid"]:
             self._close_env()
-            raise _RefusedError("another file is in its place")
+            raise RefusedError(self.path, "another file is in its place")
         if meta["finished"]:
             self._close_env()
             self._stamp = _stamp(self._fd)
@@ -554,14 +546,14 @@ class LmdbStore:
 
     def _claim_space(self) -> None:
         """Let LMDB's locks be those of one PID namespace: they know processes by their ids."""
-        if self._space != (space := _pid_namespace()):
-            raise _RefusedError(OTHER_SPACE)
+        if (space := pid_namespace()) is None or space != self._space:
+            raise RefusedError(self.path, OTHER_SPACE)
         lock = fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, _SPACES_AT + space, 1, 0)
         fcntl.fcntl(self._fd, *lock)
         for start, end in ((0, space), (space + 1, _NUM_SPACES)):
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, _SPACES_AT + start, end - start, 0)
             if struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))[0] != fcntl.F_UNLCK:
-                raise _RefusedError(OTHER_SPACE)
+                raise RefusedError(self.path, OTHER_SPACE)
 
     def _close_env(self) -> None:
         if self._env is not None:
@@ -594,10 +586,6 @@ def _stamp(fd: int) -> tuple[int, int, int] | None:
         return None
     status = os.fstat(fd)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _pid_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _close(fd: int) -> None:

@@ -14,24 +14,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.build import build_lmdb, compared
+from fastload.cache.build import build_lmdb, compared, first_differing
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, why_private
 from fastload.cache.finished import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.random_check import probe, read_unnoticed, readable
+from fastload.cache.random_check import probe
 from fastload.cache.records import encode
 from fastload.cache.sample_cache import SampleCache
-from fastload.cache.sources import LMDBDataset, MappedDataset, encoded_source
+from fastload.cache.sources import MappedDataset, encoded_source
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
-from fastload.nested.tree import first_difference
 from fastload.readers.request import DISK, check_cache
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
@@ -150,7 +148,7 @@ def open_cache(
 
 def _given(samples: _Samples, cache: SampleCache) -> SampleCache:
     if isinstance(cache, LMDBCache):
-        is_source = isinstance(samples.source, LMDBDataset) and samples.source.cache is cache
+        is_source = samples.source is cache
         return cache if is_source else compared(cache, samples.source, {}, samples.fingerprint)
     samples.examine()
     if cache.num_samples != len(samples):
@@ -189,40 +187,22 @@ def _shared_cache(samples: _Samples, max_memory: str | float) -> SharedMemoryCac
             cache = shared.find(fingerprint, len(samples))
             if cache is None:
                 cache = shared.create(fingerprint, len(samples), samples.examine(), max_memory)
+            changed = cache and first_differing(cache, samples.source, samples.examples, _COMPARED)
+            if cache is not None and changed is not None:
+                cache.close()
+                raise CacheMismatchError(
+                    f"{changed} from the one in the shared cache of the same fingerprint ({cache.reason}): "
+                    "the dataset has changed or is random, or its fingerprint() or key covers too little"
+                )
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
                 "different key, or end the processes that hold the cache"
             ) from None
         if cache is not None:
-            _check_first(cache, samples)
             return cache
     cache = SharedMemoryCache(len(samples), samples.examine(), max_memory=max_memory, fingerprint=fingerprint)
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")
     return cache
-
-
-def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
-    """Compare two samples in a cache that other processes fill, the first and another, with the source."""
-
-    def read(index: int) -> str | None:
-        stored = cache.get(index)
-        if stored is None:
-            return None
-        fresh = (
-            samples.examples[index] if index in samples.examples else read_unnoticed(samples.source, index)
-        )
-        return first_difference(stored, fresh)
-
-    compared = itertools.islice(readable(samples.source, read), _COMPARED)
-    index, path = next((pair for pair in compared if pair[1] is not None), (0, None))
-    if path is not None:
-        reason = cache.reason
-        cache.close()
-        raise CacheMismatchError(
-            f"sample {index} of the dataset differs at {path} from the one in the shared cache of the same "
-            f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
-            "covers too little. Use a different key, or end the processes that hold that cache"
-        )

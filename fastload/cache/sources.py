@@ -9,14 +9,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastload.augmentation.encoded import EncodedImage
 from fastload.batch.source import expect, expects
-from fastload.errors import CacheError
 from fastload.images.folder import ImageFolder
-from fastload.nested.tree import private_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from fastload.cache.finished import LMDBCache
 
 
 class MappedDataset(Dataset[Any]):
@@ -50,36 +46,6 @@ class MappedDataset(Dataset[Any]):
     @property
     def _expect(self) -> Callable[[Sequence[Any]], None] | None:
         return functools.partial(expect, self.dataset) if expects(self.dataset) else None
-
-
-class LMDBDataset(Dataset[Any]):
-    """The stored samples of a finished cache as a dataset, numbered from 0.
-
-    Args:
-        cache: With `renumber`.
-
-    Attributes:
-        cache: As given.
-        classes: Class names of the dataset that it was built from, or None.
-    """
-
-    def __init__(self, cache: LMDBCache) -> None:
-        self.cache = cache
-        self.classes = cache.description.classes
-
-    def __len__(self) -> int:
-        return self.cache.num_samples
-
-    def __getitem__(self, index: int) -> Any:
-        if self.cache.is_closed:
-            raise CacheError(
-                f"sample {index} was requested from the cache {self.cache.path} after close(): open it again"
-            )
-        return private_copy(self.cache.get(index))
-
-    def fingerprint(self) -> dict[str, str]:
-        """The id of the build that the samples come from."""
-        return {**(self.cache.description.parts or {}), "build": self.cache.store.meta["uuid"]}
 
 
 def encoded_source(dataset: Any) -> Any:

@@ -90,7 +90,7 @@ def build(
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
-    DEST appears when it is complete. With --by file, DEST is a directory that can be read while it is built.
+    DEST appears when it is complete.
     """
     if on_error == "raise" and max_errors != _MAX_ERRORS:
         raise CommandError("--max-errors is for --on-error skip: add it, or omit --max-errors")
@@ -111,14 +111,14 @@ def build(
     was_built = force or not os.path.exists(dest)
     started_s = time.monotonic()
     from fastload.cache.build import build_lmdb
-    from fastload.cache.inventory import list_caches
+    from fastload.cache.inventory import look
 
     with _opened(source, size) as (dataset, fingerprint):
         cache = build_lmdb(dataset, dest, fingerprint=fingerprint, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     cache.close()
-    (details,) = map(_details, list_caches(dest))
+    details = _details(look(dest))
     skipped = _skipped(details)
     # If it was built, the log has a line about the skipped samples.
     lines = [
@@ -133,7 +133,7 @@ def build(
 def _build_files(source: str, dest: str, **options: Any) -> Answer:
     """Decode the files that SOURCE reads, into a file at DEST."""
     from fastload.cache.build import build_files
-    from fastload.cache.inventory import list_caches
+    from fastload.cache.inventory import look
     from fastload.cli.source_argument import is_folder
     from fastload.images.opened_files import OpenedImages
     from fastload.readers.request import CACHE_VARIABLE, requested_cache
@@ -146,7 +146,7 @@ def _build_files(source: str, dest: str, **options: Any) -> Answer:
     with users_code(source):
         dataset = OpenedImages(source) if is_folder(source) else open_source(source)
         build_files(dataset, dest, **options)
-    (details,), elapsed_s = map(_details, list_caches(dest)), time.monotonic() - started_s
+    details, elapsed_s = _details(look(dest)), time.monotonic() - started_s
     lines = [
         f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_content(details)}",
         f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
@@ -178,17 +178,12 @@ CachePath = Annotated[
 def verify(path: CachePath) -> Answer:
     """Read the whole cache: check its structure, and compare every record with its checksum."""
     from fastload.cache.finished import KIND, open_existing, open_finished
-    from fastload.cache.inventory import PARTIAL, damaged_keys
+    from fastload.cache.inventory import damaged_keys
 
     if os.path.isdir(path):
         listing = fastload_command("cache", "ls", path)
         raise CommandError(f"{path} is a directory: {listing} lists the caches in it", ExitCode.FAILED)
-    try:
-        store = open_existing(path)
-    except FileNotFoundError as error:
-        if os.path.lexists(path + PARTIAL):
-            raise CommandError(str(error), ExitCode.FAILED) from error
-        raise
+    store = open_existing(path)
     is_by_sample = store.meta["kind"] == KIND
     if is_by_sample:
         open_finished(path)  # what it says of itself
@@ -226,7 +221,7 @@ def ls(
 
     lines, result = ([], {}) if path is not None else _in_memory()
     directory = path or os.getcwd()
-    caches = list_caches(directory, shown=not is_quiet())
+    caches = list_caches(directory)
     result["disk"] = details = [_details(cache) for cache in caches]
     if path is not None and [cache.path for cache in caches] == [path]:
         return Answer(result, _shown(details[0]))
@@ -297,14 +292,14 @@ def rm(
     in_memory = [cache for cache in live() if names & {cache["key"], cache["name"]}]
     if in_memory and not any(map(os.path.lexists, paths)):
         return _forget(in_memory, yes=yes)
-    files = [file for path in paths for file in inventory.files_of(path)]  # raises before anything is removed
+    nbytes = sum(inventory.look(path, strict=True).nbytes for path in paths)  # raises before one is removed
     named = paths[0] if len(paths) == 1 else f"{len(paths)} caches"
-    _confirm(f"{named} and all files of it", inventory.size_of(files), yes=yes)
+    _confirm(f"{named} and all files of it", nbytes, yes=yes)
     result, lines = [], []
     for path in dict.fromkeys(paths):
-        removed, nbytes = inventory.remove(path)
-        result.append({"path": path, "removed": removed, "nbytes": nbytes})
-        lines.append(f"removed {path}: {readable_size(nbytes)}")
+        removed = inventory.remove(path)
+        result.append({"path": path, "removed": removed.files, "nbytes": removed.nbytes})
+        lines.append(f"removed {path}: {readable_size(removed.nbytes)}")
     return Answer({"caches": result}, lines)
 
 
@@ -362,24 +357,25 @@ def hold(
 
 def _details(cache: CacheOnDisk) -> dict[str, Any]:
     """The `--json` output about a cache on disk."""
-    from fastload.cache.decoded_files import details_of
-    from fastload.cache.finished import KIND, described
+    from fastload.cache.decoded_files import count_files
+    from fastload.cache.finished import KIND, Description
     from fastload.cache.inventory import REPORT
 
     found = {"path": cache.path, "state": cache.state, "nbytes": cache.nbytes, "problem": cache.problem}
     if cache.store is None:
         return found
-    num_records, kind = cache.store.num_records, cache.store.meta["kind"]
-    if kind != KIND:
-        return {**found, **details_of(cache.store), "nbytes": cache.nbytes}
-    description = asdict(described(cache.store))
+    meta = cache.store.meta
+    found |= {name: meta[name] for name in ("kind", "version", "created_s", "finished")}
+    if meta["kind"] != KIND:
+        num_cached, num_contents = count_files(cache.store)
+        return {**found, "num_cached": num_cached, "num_contents": num_contents}
+    description = asdict(Description.of(cache.store))
     num_skipped = len(description.pop("left_out"))
     report = cache.path + REPORT
     return {
         **found,
-        "kind": kind,
         **description,
-        "num_cached": num_records,
+        "num_cached": cache.store.num_records,
         "num_skipped": num_skipped,
         "report": report if os.path.exists(report) else None,
     }

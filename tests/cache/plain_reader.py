@@ -1,5 +1,6 @@
 """Reads caches on disk without fastload; docs/cache-format.md describes them, and links to this file."""
 
+import ast
 import json
 import struct
 
@@ -16,7 +17,7 @@ def read_cache(path):
         environment.begin() as transaction,
     ):
         meta = json.loads(transaction.get(b"meta").splitlines()[0])
-        if meta["version"] != 6:
+        if meta["version"] != 7:
             raise ValueError(f"{path} is of another format")
         is_of_samples = meta["kind"] == "samples"
         values = {
@@ -27,21 +28,16 @@ def read_cache(path):
     return meta, values
 
 
+class Floats(ast.NodeTransformer):
+    """Lets a literal have inf and nan."""
+
+    def visit_Name(self, node):
+        return ast.Constant(float(node.id))
+
+
 def read_note(text):
-    """What a reader noted beside an array: the value that JSON with tags stands for."""
-
-    def plain(value):
-        if not isinstance(value, list):
-            return value
-        tag, *parts = value
-        if tag == "b":
-            return bytes.fromhex(parts[0])
-        parts = [plain(part) for part in parts]
-        if tag == "d":
-            return dict(zip(parts[::2], parts[1::2], strict=True))
-        return tuple(parts) if tag == "t" else parts
-
-    return plain(json.loads(text))
+    """What a reader noted beside an array: the value of a literal of Python."""
+    return ast.literal_eval(Floats().visit(ast.parse(text, mode="eval")))
 
 
 def read_record(record):

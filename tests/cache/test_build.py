@@ -144,7 +144,7 @@ def test_a_different_length_is_said_once(tmp_path: Path) -> None:
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
     """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     for shape in (Images(20, shape=(3, 3, 3)), BareImages(20)):
-        with pytest.raises(CacheMismatchError, match="structure of sample 0"):
+        with pytest.raises(CacheMismatchError, match="sample 0 of the dataset differs"):
             build_lmdb(shape, path)
     with pytest.raises(CacheMismatchError, match="number of samples is 21 here and 20 there") as caught:
         build_lmdb(Images(21), path)
@@ -222,7 +222,7 @@ def test_an_error_names_its_sample_and_what_is_stored(
     found = "\n".join(caught.value.__notes__)
     assert [note for note in notes if note not in found] == []
     assert kind is ODD_SAMPLE or "\n" not in str(caught.value)
-    assert f"samples are stored in {tmp_path}/cache.partial: run the same" in found
+    assert f"records are stored in {tmp_path}/cache.partial: run the same" in found
 
 
 def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_cache_object(tmp_path: Any) -> None:
     CachedDataset(Images(20), cache=f"lmdb:{tmp_path / 'cache'}").cache.close()
     file = LMDBCache(tmp_path / "cache")
     CachedDataset(Images(20), cache=file)
-    with pytest.raises(CacheMismatchError, match="structure of sample 0"):
+    with pytest.raises(CacheMismatchError, match="sample 0 of the dataset differs"):
         CachedDataset(BareImages(20), cache=file)
     ds = CachedDataset.from_cache(tmp_path / "cache")
     assert not isinstance(ds, SampleCache)

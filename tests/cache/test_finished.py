@@ -25,10 +25,9 @@ from fastload.cache.finished import LMDBCache
 from fastload.cache.records import decode
 from fastload.cache.store import index_key
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.contract import CacheContract
-from tests.cache.zoo import Everything, Images, Made, RaggedImages, Triple
+from tests.cache.zoo import Everything, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -128,16 +127,6 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
     dataset.cache.close()
     with pytest.raises(CacheError, match=r"sample 1 was requested from the cache .* after close"):
         dataset[1]
-
-
-@pytest.mark.slow
-def test_a_worker_of_the_fork_server_knows_the_namedtuples_of_its_parent(tmp_path: Path) -> None:
-    """Nothing else takes the module of their class to a process that has no source."""
-    build_lmdb(Made(lambda i: Triple(np.eye(3), 0, i), 8), tmp_path / "cache", num_workers=0, progress=False)
-    dataset = CachedDataset.from_cache(tmp_path / "cache")
-    batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="forkserver"))
-    assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
-    assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 # --- files that are changed while they are open --------------------------------------------------------

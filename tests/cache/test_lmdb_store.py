@@ -23,6 +23,7 @@ import pytest
 
 from fastload.cache import lmdb_file, lmdb_store
 from fastload.cache.build import build_files
+from fastload.cache.file_cache import forget_stores, open_file_cache
 from fastload.cache.inventory import list_caches
 from fastload.cache.lmdb_file import META_KEY, problems_of
 from fastload.cache.lmdb_store import open_store
@@ -295,13 +296,17 @@ def test_a_file_that_the_user_has_open_here_is_not_used(path: str, lines: Any) -
     """Through py-lmdb: before, and between a fork and the next access."""
     stored(open_store(path, {"kind": "files"}), range(3))
     with lmdb.open(path, subdir=False):
-        store = open_store(path)
+        cache = open_file_cache(f"lmdb:{path}")
+        assert "now 0 decoded files" in cache.explain()
+        store = cache.store
         assert right(store, range(3)) == stored(store, range(3)) == []
+        cache.close()
+        forget_stores()
         in_child(lambda: right(store, range(3)) == [] or os._exit(3))
     assert lines() == [
         f"cache: {path} is not used: it is open in this process through py-lmdb, so close it there"
     ]
-    del store
+    del store, cache
     store = open_store(path)
     store.close()
     with lmdb.open(path, subdir=False):

@@ -225,7 +225,7 @@ def test_a_pickle_of_a_file_loads_without_the_file(tmp_path: Path) -> None:
     data = pickle.dumps(ds)
     os.rename(tmp_path / "cache", tmp_path / "elsewhere")
     loaded = pickle.loads(data)
-    assert (len(loaded), loaded.dataset.cache is loaded.cache) == (8, True)
+    assert (len(loaded), loaded.dataset is loaded.cache) == (8, True)
     os.rename(tmp_path / "elsewhere", tmp_path / "cache")
     assert_same_samples([loaded[i] for i in range(8)], [Images(8).sample(i) for i in range(8)])
 

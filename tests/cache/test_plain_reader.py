@@ -82,7 +82,7 @@ def test_it_imports_nothing_of_fastload() -> None:
     tree = ast.parse(Path(plain_reader.__file__).read_text())
     lines = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {getattr(node, "module", None) or node.names[0].name for node in lines}
-    assert names == {"json", "struct", "lmdb", "numpy"}
+    assert names == {"ast", "json", "struct", "lmdb", "numpy"}
 
 
 def test_the_page_links_to_the_reader_and_names_the_version() -> None:

@@ -80,7 +80,7 @@ def test_other_samples_are_an_error_after_the_wait(busy: Any, tmp_path: Path) ->
     """As if the cache had been there before."""
     build_lmdb(Images(8), tmp_path / "built", num_workers=0).close()
     busy.ended = lambda: (tmp_path / "built").rename(tmp_path / "cache")
-    with pytest.raises(CacheMismatchError, match="content of sample 0"):
+    with pytest.raises(CacheMismatchError, match="sample 0 of the dataset differs"):
         build_lmdb(BrokenImages(8, shift=1), tmp_path / "cache", num_workers=0)
 
 

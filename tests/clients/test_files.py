@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from fastload.cache.decoded_files import details_of, open_files
+from fastload.cache.decoded_files import count_files, open_files
 from tests.clients.harness import IMPORT_OF_FASTLOAD, IMPORT_OF_TORCH, Run, Started, changed
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Losses:
             assert second.got("train") == expected
             decoded = [json.loads(counts) for counts in second.got("decoded")]
             assert not is_counted or not any(map(any, decoded)), decoded
-            stored = details_of(open_files(str(tmp_path / "store")))["num_cached"]
+            stored = count_files(open_files(str(tmp_path / "store")))[0]
             assert stored >= len(list(data.rglob("*.[jw]*g")))
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 import fastload
 from fastload.cache import decoded_files, lmdb_store
-from fastload.cache.decoded_files import DecodedFiles, details_of, open_files
+from fastload.cache.decoded_files import DecodedFiles, count_files, open_files
 from fastload.cache.file_cache import forget_stores
 from fastload.cache.lmdb_store import open_store
 from fastload.errors import CacheMismatchError
@@ -295,7 +295,7 @@ def test_what_changes_while_it_is_hashed_is_not_known(
     assert store.known_as(known, path) == Unknown.TOO_NEW
     assert store.known_as(known, path) == Unknown.TOO_NEW  # it is another one since
     assert store.known_as(known, folder / "none") == Unknown.UNREADABLE
-    assert details_of(store.store)["num_contents"] == 0
+    assert count_files(store.store)[1] == 0
 
 
 def test_a_large_file_is_not_read_to_be_known(
