@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.collate import Collator, to_channels_last
+from fastload.batch.collate import Collator, is_torch_default, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import Stream
 from fastload.batch.failures import Replacer, path_of
 from fastload.batch.source import batch_source_of, expect, expects, inside_subsets
-from fastload.batch.stacking import is_torch_default
 from fastload.errors import ResumeError
 from fastload.memory.lease import BufferPool, allocating_in, current_allocator
 from fastload.nested.deferred import computed

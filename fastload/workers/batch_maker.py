@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastload.augmentation import ends
+from fastload.batch.collate import install_slot_rules
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
-from fastload.batch.stacking import install_slot_rules
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
