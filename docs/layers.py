@@ -25,10 +25,10 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (437, 420),
-    "epochs": (1623, 1050),
-    "workers": (1974, 1150),
-    "batch": (1337, 800),
+    "loader errors version __init__ __main__": (435, 420),
+    "epochs": (1490, 1050),
+    "workers": (1940, 1150),
+    "batch": (1149, 800),
     "cache": (4088, 2600),
     "readers": (1627, 1200),
     "images": (723, 600),
@@ -38,7 +38,7 @@ BUDGETS = {
     "device transforms": (1263, 1150),
     "memory system": (1734, 1350),
     "training": (419, 420),
-    "profiling bench": (1098, 900),
+    "profiling bench": (1097, 900),
     "cli integrations": (1192, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)

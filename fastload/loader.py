@@ -445,8 +445,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
         """
-        if type(self).state_dict is DataLoader.state_dict:
-            position.warn_of_unknown_position(self)
         return position.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -460,13 +458,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Every rank can load the state that one rank saved; each skips that many batches of its own share.
 
-        Nothing in the state is unpickled or run. After an error the loader, its workers, samplers and dataset
+        Nothing in the state is unpickled or run. After an error the loader, its workers, samplers
         and all generators are unchanged, and a state loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
-                gives different indices than before, another rank saved the state and its loader differs
-                from this one, the batch size differs, or the epoch cannot be resumed in the middle.
+                gives different indices than before, another rank saved the state and draws from another
+                seed, or the epoch cannot be resumed in the middle.
         """
         position.load(self, state_dict)
         caller = sys._getframe(1).f_globals.get("__name__")

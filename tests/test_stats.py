@@ -15,7 +15,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +23,6 @@ from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import DataLoader
-from fastload.batch.packing import nbytes_of
 from fastload.epochs import stats
 from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.epochs.stats import Counts, stats_of
@@ -52,7 +50,7 @@ WAIT_NS = st.integers(0, 2**62)
 
 
 def row(index: int) -> Any:
-    """A sample of 24 bytes."""
+    """A sample."""
     return torch.full((3,), index)
 
 
@@ -96,7 +94,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[int]) -> None:
-    """With samples and bytes; not what was fetched ahead or skipped by resuming, nor calls after the end."""
+    """With its samples; not what was fetched ahead or skipped by resuming, nor calls after the end."""
     with DataLoader(ROWS, 4, **way) as loader, DataLoader(ROWS, 4, **way) as resumed:
         assert known(loader) == set()
         assert len(list(itertools.islice(loader, 2))) == 2
@@ -106,14 +104,13 @@ def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[i
             assert len(list(resumed)) == 4
             assert (resumed.stats().num_batches, resumed.stats().num_samples) == (4, 14)
         iterator = iter(loader)
-        nbytes = sum(batch.nbytes for batch in iterator)
+        list(iterator)
         figures = loader.stats()
         clock[0] += S  # a caller who asks again after the end is not computing
         assert next(iterator, None) is None
         assert loader.stats() == figures
-    assert (first.num_epochs, first.num_batches, first.num_samples, first.nbytes) == (1, 2, 8, 8 * 24)
+    assert (first.num_epochs, first.num_batches, first.num_samples) == (1, 2, 8)
     assert (figures.num_epochs, figures.num_batches, figures.num_samples) == (2, 8, 30)
-    assert figures.nbytes == first.nbytes + nbytes
     assert figures.num_copies == figures.num_restarts == 0
     assert figures.cache_hits is figures.cache_misses is None
 
@@ -177,7 +174,7 @@ def test_a_transform_that_fails_on_the_device_counts_no_batch(fake: Any) -> None
     with DataLoader(ROWS, 4, device="cuda", device_transform=fails) as loader:
         iterator = iter(loader)
         next(iterator)
-        assert (loader.stats().num_batches, loader.stats().nbytes) == (1, 4 * 24)  # others were copied ahead
+        assert (loader.stats().num_batches, loader.stats().num_samples) == (1, 4)  # others were copied ahead
         with pytest.raises(ValueError, match="the second batch"):
             next(iterator)
         assert len(list(iterator)) == 4
@@ -275,7 +272,7 @@ def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     recorder = recorder_of(loader)
     measured = stats.Clock(recorder, 2, clock[0])
     clock[0] += 2 * S
-    measured.count(clock[0] - 2 * S, (4, 0))
+    measured.count(clock[0] - 2 * S, 4)
     recorder.add(WorkerCounters(1_000_000))
     recorder.add(WorkerCounters(2_000_000))
     assert loader.stats().worker_utilization == 0.75
@@ -315,32 +312,6 @@ def test_quantiles_are_those_of_the_sorted_waits_between_two_moments(earlier_ns:
         assert found == pytest.approx(exact_s, abs=0.022 * exact_s + 1e-9)
     longest_ns = max(earlier_ns + later_ns)  # 2**53 ns and more are rounded
     assert stats_of(counts).wait_max_s == pytest.approx(longest_ns / S, rel=1e-15)
-
-
-# --- bytes ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("batch", "nbytes"),
-    [
-        (torch.zeros(3, 2), 24),
-        (np.zeros(3), 24),
-        ((torch.zeros(3), 1, "text", None), 12),
-        ({"image": torch.zeros(3), "more": [torch.zeros(1), np.zeros(1)]}, 24),
-        ([torch.zeros(2), ["name"] * 64], 8),
-        ([torch.zeros(1)] * 9, None),
-        (torch.eye(2).to_sparse(), None),
-        ([object()], None),
-        ((), 0),
-        ([[[[[torch.zeros(1)]]]]], None),
-    ],
-)
-def test_bytes_of_batches_that_are_not_in_slots(batch: Any, nbytes: int | None) -> None:
-    """They are known where few values have to be looked at; a sum that lacks some batches would be wrong."""
-    assert nbytes_of(batch) == nbytes
-    loader = DataLoader(datasets.Made(lambda _: batch, 4), 1, collate_fn=lambda samples: samples[0])
-    list(loader)
-    assert loader.stats().nbytes == (None if nbytes is None else 4 * nbytes)
 
 
 # --- whose figures they are -------------------------------------------------------------------------------
@@ -389,17 +360,17 @@ def test_a_reset_starts_over_and_returns_what_was() -> None:
 
 def test_figures_as_text() -> None:
     """A few plain lines; what is unknown is left out."""
-    counts = Counts(num_batches=3, num_samples=12, nbytes=2000, num_epochs=1, first_wait_ns=S // 2)
+    counts = Counts(num_batches=3, num_samples=12, num_epochs=1, first_wait_ns=S // 2)
     counts.step_ns, counts.workers_ns = S, 2 * S
     for wait_ns in (S // 4, S // 4):
         counts.add_wait(wait_ns)
     counts.busy_us, counts.cache_hits, counts.cache_misses = 500_000, 1000, 2
     counts.num_copies, counts.num_restarts = 3, 4
     assert str(stats_of(counts)) == (
-        "3 batches, 12 samples, 2.0 kB in 2 s (6 samples/s)\n"
+        "3 batches, 12 samples in 2 s (6 samples/s)\n"
         "first batches: 500 ms on average\n"
         "waits: 246 ms (p50), 246 ms (p95), 250 ms (max); 33.3% of the time after the first batch\n"
         "workers 25% busy; cache: 1,000 hits, 2 misses; 3 batches copied instead of lent; "
         "4 workers restarted"
     )
-    assert str(stats_of(Counts())) == "0 batches, 0 samples, 0 B in 0 us"
+    assert str(stats_of(Counts())) == "0 batches, 0 samples in 0 us"

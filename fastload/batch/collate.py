@@ -14,8 +14,9 @@ Runs in the process that fetches samples: a worker, or the parent without worker
    tv_tensors, which torch stacks to plain tensors.
 5. If a sample does not fit the rows of the first one, the leaves of all samples before it are read back from
    their rows, and torch collates whole samples.
-6. No sample lies in the memory of the rows: while the dataset reads samples, default_collate stacks into the
-   memory that torch would use.
+6. In worker processes, where torch stacks into shared memory, default_collate stacks into the slot, wherever
+   code calls it whose result is the batch. No sample lies there, because the memory can be reused while the
+   sample is in use: while the dataset reads samples, torch's own memory is used.
 """
 
 from __future__ import annotations
@@ -32,15 +33,8 @@ from torch.utils.data import default_collate
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.source import THREADS_PAY_BYTES
-from fastload.batch.stacking import (
-    ARRAY_RULE,
-    default_rules,
-    is_torch_default,
-    rows_for,
-    stacked_arrays,
-    torch_takes,
-)
 from fastload.images.geometry import image_layout
+from fastload.memory.lease import current_allocator
 from fastload.nested.deferred import DeferredImage
 from fastload.nested.tensors import as_stacked, tensor_array, tensor_over
 from fastload.nested.tree import is_no_container, map_leaves
@@ -61,6 +55,11 @@ ROW_BYTES = 32 * 1024
 WARM_BYTES = 8 * 1024 * 1024
 
 _SCALARS = frozenset({int, float, bool, str, bytes})
+
+_TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+_ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
+# torch documents that users can change its map in place; default_collate then follows the user's rules.
+_default_rules = dict(torch_collate.default_collate_fn_map)
 
 
 class _MismatchError(Exception):
@@ -138,7 +137,7 @@ class Collator:
         self._channels_last = channels_last
         self._has_threads = torch.get_num_threads() > 1
         self.takes_deferred = in_worker and not self._has_threads
-        self._rules: dict[Any, Any] = {**default_rules, _Rows: _Rows.collate}
+        self._rules: dict[Any, Any] = {**_default_rules, _Rows: _Rows.collate}
         if not in_worker:  # else torch's own table contains rules of fastload's
             self._rules |= {torch.Tensor: self._stack, np.ndarray: self._stack_arrays}
 
@@ -242,7 +241,7 @@ class Collator:
             min(leaf.strides) < 0 or not (self.in_worker or self.layout(leaf))
         ):
             return False
-        return torch_takes(leaf.dtype)
+        return _torch_takes(leaf.dtype)
 
     def _stack(self, tensors: Any, *, collate_fn_map: Any) -> Any:
         """Torch's rule for tensors, except that large batches are stacked in warm memory."""
@@ -251,7 +250,7 @@ class Collator:
         # With out=, torch.stack would silently cast tensors of a different dtype.
         are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
         if are_alike and is_plain(first) and first.is_contiguous():
-            rows = rows_for(self.allocator, tensors)
+            rows = _rows_for(self.allocator, tensors)
             with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
                 return torch.stack(tuple(tensors), 0, out=rows)
         return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
@@ -259,8 +258,8 @@ class Collator:
     def _stack_arrays(self, arrays: Any, *, collate_fn_map: Any) -> Any:
         """Torch's rule for arrays, except that NumPy stacks arrays that are alike where no threads pay."""
         threads_pay = self._has_threads and arrays[0].nbytes >= THREADS_PAY_BYTES
-        stacked = None if threads_pay else stacked_arrays(self.allocator, arrays)
-        return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
+        stacked = None if threads_pay else _stacked_arrays(self.allocator, arrays)
+        return _ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
 def _write_parts(kind: Any, writers: list[tuple[Any, Any]], value: Any, row: int) -> Any:
@@ -290,6 +289,90 @@ def _read_back(samples: Any) -> Any:
         map_leaves(sample, functools.partial(read, row=row), is_no_container)
         for row, sample in enumerate(samples)
     ]
+
+
+# --- torch's table of rules, with our memory ---
+
+
+def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so rows can be written.
+
+    Call this for each batch: a module that a dataset imports with its first sample can add a rule.
+    """
+    return collate_fn is default_collate and torch_collate.default_collate_fn_map == _default_rules
+
+
+def install_slot_rules() -> None:
+    """Let default_collate stack tensors and arrays into a slot within an `allocating_in` block.
+
+    Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
+    """
+    rules = torch_collate.default_collate_fn_map
+    replacements = {torch.Tensor: (_TENSOR_RULE, _slot_rule), np.ndarray: (_ARRAY_RULE, _array_slot_rule)}
+    for kind, (torch_rule, slot_rule) in replacements.items():
+        if rules[kind] is torch_rule:
+            rules[kind] = _default_rules[kind] = slot_rule
+
+
+def _rows_for(allocator: BumpAllocator, tensors: Any) -> torch.Tensor:
+    """Memory for a stack of tensors like the first, `(len(tensors), *shape)`.
+
+    Raises:
+        SharedMemoryError: The memory could not be allocated; torch's own rule would need the same amount.
+    """
+    first = tensors[0]
+    memory = torch.from_numpy(allocator.allocate(first.numel() * first.itemsize * len(tensors)))
+    return memory.view(first.dtype).view(len(tensors), *first.shape)
+
+
+def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
+    allocator = current_allocator()
+    if allocator is not None and batch[0].numel() and is_plain(as_stacked(batch[0])):
+        rows = _rows_for(allocator, batch)
+        with contextlib.suppress(Exception):  # torch's own rule below raises the error
+            return torch.stack(tuple(batch), 0, out=rows)
+    return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+
+def _stacked_arrays(allocator: BumpAllocator, arrays: Any) -> torch.Tensor | None:
+    """Small arrays, `(len(arrays), *shape)`, in the allocator's memory; None if torch's rule must stack them.
+
+    NumPy copies all of them in one call, in a third of the time of a loop over rows or of torch's rule.
+    """
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    if not shape or not arrays[0].nbytes or not _torch_takes(dtype):
+        return None
+    for array in arrays:
+        if type(array) is not np.ndarray or array.shape != shape or not array.flags.c_contiguous:
+            return None
+        if array.dtype is not dtype and array.dtype != dtype:
+            return None
+    rows = allocator.array((len(arrays) * shape[0], *shape[1:]), dtype)
+    np.concatenate(arrays, out=rows)
+    return torch.from_numpy(rows).view(len(arrays), *shape)
+
+
+def _array_slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Torch's rule for arrays in a worker, with the slot instead of new shared memory."""
+    allocator = current_allocator()
+    stacked = None if allocator is None else _stacked_arrays(allocator, batch)
+    if stacked is None:
+        return _ARRAY_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    return stacked
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_takes(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has tensors of this dtype and byte order; otherwise its own error says so."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# --- channels last ---
 
 
 def to_channels_last(batch: Any) -> Any:

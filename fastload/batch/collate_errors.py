@@ -17,10 +17,6 @@ from fastload.nested.tree import structure_of
 from fastload.system.notes import add_note
 from fastload.system.torch_private import torch_collate
 
-_NUMBERS = (int, float, np.number, np.bool_)
-_TORCHS_RULES = tuple(torch_collate.default_collate_fn_map)
-_ONE_TYPE = "return values of one type and one length, and the same keys, for all samples"
-_ONE_SHAPE = "pad, resize or crop all samples to one shape, in the dataset or its transform"
 _BATCHED = "return arrays, tensors, numbers, str or bytes in dicts, lists and tuples"
 
 
@@ -35,7 +31,11 @@ def explain(samples: Any, error: Exception) -> None:
         with contextlib.suppress(Exception):  # containers of the user's classes can raise anything
             cause = _cause(samples, "$")
             if cause is not None:
-                add_note(error, f"fastload: {cause}, or give the loader a collate_fn.")
+                add_note(
+                    error,
+                    f"fastload: {cause}. Change it in the dataset or its transform, or give the loader a "
+                    "collate_fn.",
+                )
 
 
 def is_of_torch(error: Exception) -> bool:
@@ -49,55 +49,32 @@ def is_of_torch(error: Exception) -> bool:
 def _cause(values: Sequence[Any], path: str) -> str | None:
     """Why default_collate fails for the values at one place of the samples; None if they show no reason."""
     first = values[0]
-    if isinstance(first, (str, bytes)) or _has_users_rule(first):
-        return None
-    is_container = isinstance(first, (Mapping, Sequence))
-    if not is_container and not _is_numeric(first):
-        kind = type(first)
-        text = structure_of(first) if kind is np.ndarray else f"of type {kind.__module__}.{kind.__qualname__}"
-        cure = "return arrays of numbers" if kind is np.ndarray else suggestion(first, _BATCHED)
-        return (
-            f"{path} is {text}, which default_collate cannot batch: {cure}. Change it in the dataset, or in "
-            "its transform"
-        )
+    kind, form = _form_of(first)
+    if kind is None:
+        cure = _BATCHED if isinstance(first, np.ndarray) else suggestion(first, _BATCHED)
+        return f"{path} is {structure_of(first)}, which default_collate cannot batch: {cure}"
     for number, other in enumerate(values):
-        if not _fits(first, other):
-            is_shape = _is_array(first) and _is_array(other) and tuple(first.shape) != tuple(other.shape)
+        if _form_of(other) != (kind, form):
             return (
                 f"{path} is {structure_of(first)} in the first sample of the batch and {structure_of(other)} "
-                f"in sample {number} of the batch: {_ONE_SHAPE if is_shape else _ONE_TYPE}"
+                f"in sample {number} of the batch: return one type, shape, length and set of keys for all "
+                "samples; pad, resize or crop what differs"
             )
-    if not is_container:
-        return None
-    keys = list(first) if isinstance(first, Mapping) else range(len(first))
+    keys = list(first) if kind is Mapping else range(len(first)) if kind is Sequence else ()
     parts = ((f"{path}[{key!r}]", [value[key] for value in values]) for key in keys)
     return next((cause for place, part in parts if (cause := _cause(part, place)) is not None), None)
 
 
-def _fits(first: Any, other: Any) -> bool:
-    """Whether default_collate takes ``other`` in a batch that begins with ``first``."""
-    if isinstance(first, Mapping):
-        return isinstance(other, Mapping) and all(key in other for key in first)
-    if isinstance(first, Sequence):
-        return isinstance(other, Sequence) and len(other) == len(first)
-    if isinstance(first, torch.Tensor) and not isinstance(other, torch.Tensor):
-        return False
-    are_arrays = _is_array(first) and _is_array(other)
-    return _is_numeric(other) and (not are_arrays or tuple(first.shape) == tuple(other.shape))
-
-
-def _is_numeric(value: Any) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc"
-    return isinstance(value, (torch.Tensor, *_NUMBERS))
-
-
-def _is_array(value: Any) -> bool:
-    """Whether a value has a shape."""
-    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested)
-
-
-def _has_users_rule(value: Any) -> bool:
-    """Whether the user has added a rule for such values to torch's table."""
-    rules = torch_collate.default_collate_fn_map
-    return any(isinstance(value, kind) for kind in rules if kind not in _TORCHS_RULES)
+def _form_of(value: Any) -> tuple[Any, Any]:
+    """What values at one place must have in common for default_collate; None, None: it takes none such."""
+    if isinstance(value, Mapping):
+        return Mapping, set(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return Sequence, len(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biufc":
+        return None, None
+    for kind in (torch.Tensor, np.ndarray):
+        if isinstance(value, kind):
+            return kind, tuple(value.shape)
+    # The user can have added rules for more types.
+    return (object, None) if isinstance(value, tuple(torch_collate.default_collate_fn_map)) else (None, None)

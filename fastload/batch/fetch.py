@@ -6,20 +6,18 @@ that ends an epoch follow torch's rules (torch/utils/data/_utils/fetch.py); the 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.collate import Collator, to_channels_last
+from fastload.batch.collate import Collator, is_torch_default, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
-from fastload.batch.dataset_state import DatasetReader
+from fastload.batch.dataset_state import Stream
 from fastload.batch.failures import Replacer, path_of
 from fastload.batch.source import batch_source_of, expect, expects, inside_subsets
-from fastload.batch.stacking import is_torch_default
+from fastload.errors import ResumeError
 from fastload.memory.lease import BufferPool, allocating_in, current_allocator
 from fastload.nested.deferred import computed
 from fastload.nested.tree import map_leaves, private_copy
@@ -30,8 +28,6 @@ from fastload.system.notes import add_note, short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
-
-    import numpy as np
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.plan import Plan
@@ -65,15 +61,14 @@ class Fetcher:
         allocator: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         seeder: Sets the generators before each sample; None lets them continue.
-        dataset_state: The state from which the dataset resumes; None: from its beginning.
+        dataset_state: Where an iterable dataset goes on; None: it begins, and is not asked for its state.
         worker_id: The worker, process or thread; None without workers.
         reading: Makes what samples are read and collated in; None, or a result of None: nothing.
 
     Attributes:
-        reader: The dataset's iterator and state.
+        stream: The dataset, if it is iterable.
         replacer: Replaces samples that cannot be read; None if their errors are raised.
         num_samples: How many samples the last batch has; meaningless after an error.
-        gathered_bytes: The bytes of the last batch, if it was gathered from a `BatchSource`; 0 if it was not.
     """
 
     def __init__(
@@ -90,10 +85,11 @@ class Fetcher:
         self._dataset = dataset = plan.dataset
         self._reading = reading
         self._seeder = seeder
-        self.reader = DatasetReader(dataset, is_iterable=plan.is_iterable, state=dataset_state)
+        self.stream: Stream | None = None
+        if plan.is_iterable:
+            self.stream = Stream(dataset, dataset_state, drop_last=plan.drop_last)
         self._auto_collation = plan.auto_collation
         self._collate_fn = plan.collate_fn
-        self._drop_last = plan.drop_last
         self._transform = plan.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
             self._results = allocating_in(allocator)
@@ -111,7 +107,6 @@ class Fetcher:
         if plan.on_error != "raise":
             self.replacer = Replacer(plan.on_error, plan.replacements, worker_id)
         self.num_samples = 0
-        self.gathered_bytes = 0
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
         self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
@@ -126,15 +121,15 @@ class Fetcher:
             StopIteration: An iterable dataset has ended.
         """
         self._indices = ()
-        self.gathered_bytes = 0
         if self._transform is not None:
             self._scratch.begin()
         if self.replacer is not None and key is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
             self.replacer.begin(key, index if self._auto_collation else [index])
-        if self.reader.num_to_read_again:
-            self._read_again(index)
+        stream = self.stream
+        if stream is not None and stream.num_to_read_again:
+            self._read_again(stream, index)
         if self._expects and (not self._auto_collation or hasattr(index, "__getitem__")):
             expect(self._dataset, index if self._auto_collation else [index])  # an iterator is read only once
         try:
@@ -148,10 +143,11 @@ class Fetcher:
                 batch = to_channels_last(batch)
             if self._transform is not None:
                 batch = self._transformed(self._transform, batch, index, key)
-            self.reader.num_batches += 1
+            if stream is not None:
+                stream.num_batches += 1
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                self.reader.num_batches += 1  # a caller who continues after an error gets the next batch
+            if stream is not None and isinstance(error, Exception) and not isinstance(error, StopIteration):
+                stream.num_batches += 1  # a caller who continues after an error gets the next batch
             raise
         finally:
             if self._seeder is not None:
@@ -176,8 +172,8 @@ class Fetcher:
 
     def _fetch(self, index: Any, key: BatchKey | None) -> Any:
         self._is_default = self._auto_collation and is_torch_default(self._collate_fn)
-        if self.reader.samples is not None:
-            return self._fetch_next(index)
+        if self.stream is not None:
+            return self._fetch_next(self.stream, index)
         if not self._auto_collation:
             return self._stacked(self._fetch_whole, index, key)  # the dataset can return whole batches
         if self._source is not None and self._is_default:
@@ -193,10 +189,9 @@ class Fetcher:
     def _fetch_from(self, source: BatchSource, indices: list[Any], key: BatchKey | None) -> Any:
         dataset, positions = inside_subsets(self._dataset, indices)
         self.num_samples = len(positions)
-        batch = source.gather(positions, self._allocate)
+        batch = source.gather(positions, self._allocator.array)
         if batch is not None:
             return batch
-        self.gathered_bytes = 0
         lend = source.lend
         if lend is not None:  # it draws nothing, so no generator is set
             # torch warns about read-only arrays, and a dataset can reuse the memory of those that it lends.
@@ -206,31 +201,34 @@ class Fetcher:
         get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
         return self._collated(self._read(get, indices, positions, own=None if defer is None else _computed))
 
-    def _fetch_next(self, index: Any) -> Any:
-        reader = self.reader
-        if reader.has_ended:
-            raise StopIteration
+    def _fetch_next(self, stream: Stream, index: Any) -> Any:
+        stream.expect_more()
         if not self._auto_collation:
             self.num_samples = 1
-            return self._stacked(lambda: self._collate_fn(next(reader.samples)))
+            return self._stacked(lambda: self._collate_fn(next(stream.samples)))
         size = len(index)
-        samples = self._taken(map(next, itertools.repeat(reader.samples, size)), size)
+        samples = stream.take(size, lambda items: self._taken(items, size))
         self.num_samples = len(samples)
-        reader.has_ended = len(samples) < size
-        if not samples or (self._drop_last and reader.has_ended):
-            raise StopIteration
         return self._collated(samples)
 
-    def _read_again(self, index: Any) -> None:
-        """Bring a stream without a state to where it was.
+    def _read_again(self, stream: Stream, index: Any) -> None:
+        """Bring a stream without a state to where it was: read the batches that the caller has received.
 
         A custom `collate_fn` is called, because it can draw from the generators that the stream draws from.
         """
-        size = len(index) if self._auto_collation else 1
-        for samples in self.reader.read_again(size, drop_last=self._drop_last):
-            if not is_torch_default(self._collate_fn):
-                with contextlib.suppress(Exception):  # the caller got this error instead of the batch
+        count, stream.num_to_read_again = stream.num_to_read_again, 0
+        for number in range(count):
+            try:
+                samples = stream.take(len(index) if self._auto_collation else 1)
+                if not is_torch_default(self._collate_fn):
                     self._collate_fn(samples if self._auto_collation else samples[0])
+            except StopIteration:
+                raise ResumeError(
+                    f"a stream without a state is resumed by reading {count} batches again, but it ended "
+                    f"after {number}: it must return the same samples in the same order as before"
+                ) from None
+            except Exception:  # noqa: BLE001  # the caller got this error instead of the batch
+                continue
 
     def _samples(self, indices: Any, key: BatchKey | None) -> Any:
         """Read the samples of a batch."""
@@ -289,11 +287,6 @@ class Fetcher:
 
     # --- how a batch is made of them ---
 
-    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        array = self._allocator.array(shape, dtype)
-        self.gathered_bytes += array.nbytes
-        return array
-
     def _collated(self, samples: Any) -> Any:
         if self._is_default:
             return self._stacked(self._collator.collate, samples)
@@ -325,5 +318,4 @@ class Fetcher:
         except Exception as error:
             add_note(error, "fastload: raised by batch_transform, which gets whole batches in the worker")
             raise
-        self.gathered_bytes = 0  # the size of the batch has changed
         return batch

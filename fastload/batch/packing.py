@@ -24,11 +24,6 @@ from fastload.memory.lease import ALIGNMENT_BYTES, SMALL_BYTES, BumpAllocator
 from fastload.memory.segment import round_up
 from fastload.system import by_value
 
-# What `nbytes_of` looks at.
-_MAX_VALUES = 8  # of a container that is examined; a tensor takes 0.1 us
-_MAX_DEPTH = 3
-_WITHOUT = frozenset({str, bytes, int, float, bool, type(None)})  # neither tensors nor arrays are inside
-
 # Where one tensor or array lies in a slot, as built-in types, which pickle in a sixth of the time:
 #   offset: bytes from the start of the slot; meaningless when the span is 0
 #   span: elements from the first to the last, gaps included
@@ -51,11 +46,6 @@ class Packed(NamedTuple):
     skeleton: bytes | tuple[int, int]  # or where it lies in the slot: first and last offset
     leaves: list[PackedLeaf]
     used_bytes: int  # of the slot, from its start
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the leaves."""
-        return self.used_bytes if isinstance(self.skeleton, bytes) else self.skeleton[0]
 
     @property
     def small_bytes(self) -> int:
@@ -269,28 +259,3 @@ def _view(leaf: PackedLeaf, lease: Any) -> Any:
             return torch.empty_strided(shape, strides, dtype=dtype)
         return torch.frombuffer(lease, dtype=dtype, count=span, offset=offset).as_strided(shape, strides)
     return np.ndarray(shape, dtype, lease, offset, strides) if span else np.empty(shape, dtype)
-
-
-def nbytes_of(batch: Any, depth: int = _MAX_DEPTH) -> int | None:
-    """The bytes of the tensors and arrays in a batch; None if they cannot be known in a microsecond or two.
-
-    They are known for a dense tensor, an array, and for tuples, lists and dicts of up to eight of them,
-    nested or not. A longer list counts nothing if its first value is a string or a number.
-    """
-    kind = type(batch)
-    if kind is np.ndarray or (kind is torch.Tensor and batch.layout is torch.strided):
-        nbytes: int = batch.nbytes
-        return nbytes
-    if kind in _WITHOUT or (
-        kind in (tuple, list) and len(batch) > _MAX_VALUES and type(batch[0]) in _WITHOUT
-    ):
-        return 0
-    if kind not in (tuple, list, dict) or len(batch) > _MAX_VALUES or not depth:
-        return None
-    total = 0
-    for value in batch.values() if kind is dict else batch:
-        part = nbytes_of(value, depth - 1)
-        if part is None:
-            return None
-        total += part
-    return total

@@ -20,13 +20,12 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
 from fastload.device.pinning import pinning
 from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs.iterator import EpochIterator, raise_remote
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
-from fastload.epochs.position import Position, why_unresumable
+from fastload.epochs.position import Position
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.system.notes import short_repr
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.device.devices import Backend
-    from fastload.epochs.stats import Size
     from fastload.workers.messages import BatchReply
     from fastload.workers.pool import WorkerPool
 
@@ -58,7 +56,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         if not self._is_inline:
             _wait_for_exit()
         kind = "local" if self._is_inline else "workers"
-        self.position = Position.begin(loader, kind, why_unresumable(loader))
+        self.position = Position.begin(loader, kind)
         super().__init__(loader)
         self._num_workers = int(self._num_workers)  # torch takes 0.0, too
         self.owner = weakref.ref(loader)
@@ -102,7 +100,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         with self.turn:
             try:
                 if not first_iter:
-                    self.position = Position.begin(loader, "again", why_unresumable(loader))
+                    self.position = Position.begin(loader, "again")
                     self.position.choose_base_seed(int(self._base_seed))
                 if not self._is_inline:  # as in torch, which asks the sampler again
                     super()._reset(loader, first_iter)
@@ -120,13 +118,9 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         self._is_prefetched = False
         self._failed_sampler, self._is_drawn = "", False
         epoch, position = None, self.position
-        states = position.dataset_states
-        if not first_iter:
-            if state_of(loader).has_set_epoch:
-                epoch = position.epoch
-            if states is not None and not position.loads_dataset_states:
-                states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
-        self._pool.begin_epoch(epoch, states)
+        if not first_iter and state_of(loader).has_set_epoch:
+            epoch = position.epoch
+        self._pool.begin_epoch(epoch, position.dataset_states)
         self._schedule = Schedule(self._num_workers, position.next_worker, in_order=self._plan.in_order)
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         for _ in range(self._plan.prefetch_factor * self._num_workers):
@@ -186,23 +180,23 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
 
     # --- the next batch -----------------------------------------------------------------------------------
 
-    def next_sized(self) -> tuple[Any, Size]:
-        """The next batch and its size: torch's `__next__`, minus 5 us per batch.
+    def next_sized(self) -> tuple[Any, int]:
+        """The next batch and how many samples it has: torch's `__next__`, minus 5 us per batch.
 
         That one labels each batch in the profile; this one does so only while a profiler is on.
         """
         if needs_torch_next(self):
-            batch_and_size: tuple[Any, Size] = super(EpochIterator, self).__next__()
+            batch_and_size: tuple[Any, int] = super(EpochIterator, self).__next__()
             return batch_and_size
         batch_and_size = self._next_data()
         self._num_yielded += 1
         return batch_and_size
 
-    def poll_sized(self) -> tuple[Any, Size] | None:
-        """The next batch and its size; None if it would have to be waited for."""
+    def poll_sized(self) -> tuple[Any, int] | None:
+        """As `next_sized`; None if it would have to be waited for."""
         if self._is_inline or needs_torch_next(self):
             return self.next_sized()
-        batch_and_size: tuple[Any, Size] | None = self._next_data(must_wait=False)
+        batch_and_size: tuple[Any, int] | None = self._next_data(must_wait=False)
         if batch_and_size is not None:
             self._num_yielded += 1
         return batch_and_size
@@ -240,7 +234,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         self.position.fetched(pending.index, 0, reply.dataset_state)
         return self._result(pending, reply)
 
-    def _next_batch(self, *, must_wait: bool) -> tuple[Any, Size] | None:
+    def _next_batch(self, *, must_wait: bool) -> tuple[Any, int] | None:
         pool, schedule = self._pool, self._schedule
         if not self._is_prefetched:
             pool.stop_reading_slots()  # of an earlier epoch, with persistent workers
@@ -285,8 +279,8 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
             self.close()
         raise StopIteration
 
-    def _result(self, pending: PendingBatch, reply: BatchReply) -> tuple[Any, Size]:
-        """The batch of a reply, or its error."""
+    def _result(self, pending: PendingBatch, reply: BatchReply) -> tuple[Any, int]:
+        """The batch of a reply and how many samples it has, or its error."""
         payload, reply.payload = reply.payload, None
         self.last = pending
         if reply.failed:
@@ -297,7 +291,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
                 raise_remote(payload, who, f"dataset index {short_repr(pending.index)}")
             finally:
                 del payload  # an error of this process has a traceback that holds this frame
-        return payload, (reply.num_samples, reply.nbytes)
+        return payload, reply.num_samples
 
     def _received(self, pending: PendingBatch) -> Exception | None:
         """Record a reply, and make the next request; returns the sampler's error."""

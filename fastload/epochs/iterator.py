@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import weakref
 
     from fastload.epochs.position import Position
-    from fastload.epochs.stats import Clock, Size
+    from fastload.epochs.stats import Clock
     from fastload.system.remote_error import RemoteError
     from fastload.workers.messages import PendingBatch
 
@@ -43,11 +43,11 @@ class EpochIterator:
     num_taken: int | None = None
     device_wait_ns: int = 0
 
-    def next_sized(self) -> tuple[Any, Size]:
-        """The next batch and its size."""
+    def next_sized(self) -> tuple[Any, int]:
+        """The next batch and how many samples it has."""
         raise NotImplementedError
 
-    def poll_sized(self) -> tuple[Any, Size] | None:
+    def poll_sized(self) -> tuple[Any, int] | None:
         """As `next_sized`; None if the batch would have to be waited for, where the iterator can tell."""
         return self.next_sized()
 
@@ -55,7 +55,7 @@ class EpochIterator:
         clock = self.clock
         called_ns, before_ns = time.perf_counter_ns(), self.device_wait_ns
         try:
-            batch, size = self.next_sized()
+            batch, num_samples = self.next_sized()
         except StopIteration:
             if clock is not None:
                 clock.end(called_ns, self.device_wait_ns - before_ns)
@@ -67,7 +67,7 @@ class EpochIterator:
                 clock.count(called_ns, None, self.device_wait_ns - before_ns)
             raise
         if clock is not None:
-            clock.count(called_ns, size, self.device_wait_ns - before_ns)
+            clock.count(called_ns, num_samples, self.device_wait_ns - before_ns)
         with self.turn:  # comes last: a batch counts if nothing can keep it from the caller any more
             self.position.receive_until(self.num_taken)
         return batch

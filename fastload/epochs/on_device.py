@@ -30,7 +30,6 @@ from fastload.transforms.compose import compose
 if TYPE_CHECKING:
     from fastload.device.devices import Backend
     from fastload.epochs.position import Position
-    from fastload.epochs.stats import Size
     from fastload.rng.keys import BatchKey
 
 DEPTH = 2
@@ -93,20 +92,20 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         prefetcher = self._prefetcher
         return self._waited_ns + (0 if prefetcher is None else prefetcher.device_wait_ns)
 
-    def next_sized(self) -> tuple[Any, Size]:
-        """The next batch and its size."""
+    def next_sized(self) -> tuple[Any, int]:
+        """The next batch and how many samples it has."""
         with self.turn:
             return self._next_sized()
 
-    def _next_sized(self) -> tuple[Any, Size]:
+    def _next_sized(self) -> tuple[Any, int]:
         if self._is_closed:
             raise LoaderClosedError
         if self._prefetcher is not None:
-            return next(self._prefetcher), self._ahead.size
-        batch, size = self.source.next_sized()
+            return next(self._prefetcher), self._ahead.num_samples
+        batch, num_samples = self.source.next_sized()
         if self._transform is not None:
             batch = apply_transform(self._transform.of_fetched(), batch, torch.device("cpu"))
-        return batch, size
+        return batch, num_samples
 
     @property
     def num_taken(self) -> int | None:  # type: ignore[override]  # as above
@@ -144,17 +143,16 @@ class _FetchedAhead(Iterator[Any]):
     """Batches of a source, with what the loader counts when the caller takes them.
 
     Attributes:
-        size: Of the batch that the caller took last.
+        num_samples: Of the batch that the caller took last.
         num_taken: How many batches the caller has with it.
     """
 
     def __init__(self, source: Any, position: Position) -> None:
         self._source = source
         self.position = position
-        # For each fetched batch or error: how many batches the caller will have received with it; its size.
-        self._marks: collections.deque[tuple[int, Size]] = collections.deque()
-        self.size: Size = (0, 0)
-        self.num_taken = 0
+        # For each fetched batch or error: how many batches the caller will have received with it; samples.
+        self._marks: collections.deque[tuple[int, int]] = collections.deque()
+        self.num_samples = self.num_taken = 0
         self.register_slots = getattr(source, "register_slots", None)
 
     def __next__(self) -> Any:
@@ -170,7 +168,7 @@ class _FetchedAhead(Iterator[Any]):
             batch_and_size = fetch()
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._marks.append((self.position.num_fetched, (0, 0)))
+                self._marks.append((self.position.num_fetched, 0))
             raise
         if batch_and_size is None:
             return None
@@ -179,7 +177,7 @@ class _FetchedAhead(Iterator[Any]):
 
     def hand_over(self) -> None:
         """Go to the next fetched batch or error, which the caller takes now."""
-        self.num_taken, self.size = self._marks.popleft()
+        self.num_taken, self.num_samples = self._marks.popleft()
 
 
 class EpochTransform:

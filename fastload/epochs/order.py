@@ -17,7 +17,7 @@ from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
 from fastload.system.notes import add_note
 from fastload.system.ranks import process_group
-from fastload.system.torch_private import index_sampler, is_iterable
+from fastload.system.torch_private import is_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,6 +61,15 @@ class Order:
             if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
                 self.keys.add(place + _EPOCH)
 
+    @property
+    def drawn_from(self) -> str | None:
+        """The place of the generator that the sampler draws from; None if no sampler says that it does."""
+        for sampler in self.samplers.values():
+            if hasattr(sampler, "generator"):  # as in torch's samplers, None stands for the default one
+                drawn = torch.default_generator if sampler.generator is None else sampler.generator
+                return next((place for place, own in self.generators.items() if own is drawn), None)
+        return None
+
     def generator_states(self, *, with_default: bool = True) -> dict[str, bytes]:
         """The states of the generators, by place."""
         return {
@@ -75,11 +84,11 @@ class Order:
         Each state is pickled, because a sampler can return objects that it changes later. Only this process
         unpickles them.
         """
-        return {key: self._sampler_state(key) for key in self.keys}
-
-    def _sampler_state(self, key: str) -> bytes:
-        sampler = self.samplers[key.removesuffix(_EPOCH)]
-        return pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
+        states = {}
+        for key in self.keys:
+            sampler = self.samplers[key.removesuffix(_EPOCH)]
+            states[key] = pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
+        return states
 
     def generator_at(self, place: str, state: bytes) -> torch.Generator:
         """A new generator in the state of one at this place.
@@ -135,108 +144,34 @@ class Order:
     @contextlib.contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
         """If the block raises, restore the generators and samplers, torch's generator too."""
-        generators, samplers = self.generator_states(), {}
-        for key in self.keys:
-            with contextlib.suppress(Exception):  # the loader's `state_dict()` raises this error
-                samplers[key] = self._sampler_state(key)
+        generators, samplers = self.generator_states(), self.sampler_states()
         try:
             yield
         except BaseException:
             self.set_generators(generators)
-            for key, state in samplers.items():
-                with contextlib.suppress(Exception):  # the caller must see the first error
-                    self.set_samplers({key: state})
+            with contextlib.suppress(Exception):  # the caller must see the first error
+                self.set_samplers(samplers)
             raise
 
-
-# --- the rank, and what all ranks have in common --------------------------------------------------------
 
 # Attributes for the rank and for the number of ranks: of torch's DistributedSampler (and of classes like it,
 # such as Lightning's), of other libraries' samplers, and of Accelerate's BatchSamplerShard.
 _RANK_ATTRIBUTES = (("rank", "num_replicas"), ("rank", "world_size"), ("process_index", "num_processes"))
-_MAX_DEPTH = 6
 
 
-def facts_of(loader: DataLoader[Any], generators: Mapping[str, bytes]) -> dict[str, Any]:
-    """What determines the order on every rank, by name; None: unknown.
+def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, bool]:
+    """The rank that the loader reads for, None if unknown; and whether ranks split the samples between them.
 
-    Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
-    their checksum says nothing about the state of another rank: these facts are compared instead.
-
-    Args:
-        loader: Its sampler, or iterable dataset, is asked now.
-        generators: States of generators, by place: the order of an epoch depends on their states before its
-            first draw. A generator whose place is missing is taken as it is now.
+    The rank comes from the sampler, or the iterable dataset, or else from torch.distributed.
     """
-    samplers = _nested_samplers(loader)
-    num_ranks = sharding_of(loader)[1]
-    return {
-        "batch_size": _first("batch_size", [loader, *samplers]),
-        "number of ranks": num_ranks,
-        "number of nodes": _first("num_nodes", samplers),
-        "seed of the sampler": _seed(loader, samplers, generators, is_split=num_ranks is not None),
-    }
-
-
-def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
-    """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown.
-
-    The rank comes from the sampler or else from torch.distributed.
-    """
-    for owner in [loader.dataset] if is_iterable(loader) else _nested_samplers(loader):
+    for owner in [loader.dataset] if is_iterable(loader) else Order(loader).samplers.values():
         for names in _RANK_ATTRIBUTES:
-            rank, num_ranks = (_first(name, [owner]) for name in names)
-            if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
-                return rank, num_ranks
+            with contextlib.suppress(Exception):  # there are none, or a user's property needs a process group
+                rank, num_ranks = (operator.index(getattr(owner, name)) for name in names)
+                if 0 <= rank < num_ranks:
+                    return rank, True
     group = process_group()
-    return None if group is None else int(group.get_rank()), None
-
-
-def _nested_samplers(loader: DataLoader[Any]) -> list[Any]:
-    """The loader's sampler, and the samplers inside it, from the outside in."""
-    samplers: list[Any] = []
-    sampler: Any = index_sampler(loader)
-    while sampler is not None and len(samplers) < _MAX_DEPTH and not any(sampler is s for s in samplers):
-        samplers.append(sampler)
-        inner = _attribute(sampler, "batch_sampler")
-        sampler = _attribute(sampler, "sampler") if inner is None else inner
-    return samplers
-
-
-def _attribute(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name, None)
-    except Exception:  # noqa: BLE001  # a user's property, which can need a process group
-        return None
-
-
-def _first(name: str, owners: list[Any]) -> int | None:
-    """The first attribute of this name that is an integer."""
-    for value in (_attribute(owner, name) for owner in owners):
-        if value is not None and not isinstance(value, bool):
-            with contextlib.suppress(TypeError):
-                return operator.index(value)
-    return None
-
-
-def _seed(
-    loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
-) -> int | None:
-    """The sampler's seed; without one, the seed of the generator that it draws from."""
-    seed = _first("seed", samplers)
-    drawing = [sampler for sampler in samplers if hasattr(sampler, "generator")]
-    # The ranks that split an order share it, and a loaded state sets its generator.
-    if seed is not None or is_split or not drawing:
-        return seed
-    # As in torch's samplers, None stands for the default generator.
-    generator = torch.default_generator if drawing[0].generator is None else drawing[0].generator
-    if not isinstance(generator, torch.Generator):
-        return None
-    order = Order(loader)
-    for place, own in order.generators.items():
-        if own is generator and place in generators:
-            return order.generator_at(place, generators[place]).initial_seed()
-    return generator.initial_seed()
+    return None if group is None else int(group.get_rank()), False
 
 
 def length_or_none(dataset: Any) -> int | None:

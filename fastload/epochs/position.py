@@ -23,27 +23,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, DatasetState, keeps_state
+from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
 from fastload.epochs.loader_state import state_of
-from fastload.epochs.order import DEFAULT, Order, facts_of, length_or_none, sharding_of
+from fastload.epochs.order import DEFAULT, Order, length_or_none, sharding_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.checks import as_int, integer
 from fastload.system.logs import log, say_once
 from fastload.system.notes import short_repr
 from fastload.system.remote_error import RemoteError
-from fastload.system.torch_private import has_auto_collation, index_sampler, is_data_pipe, is_iterable
-from fastload.workers.settings import pool_type_of
+from fastload.system.torch_private import has_auto_collation, index_sampler, is_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
-VERSION = 8
+VERSION = 9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NUM_CHECKED = 16  # indices of a batch, about
-_SAME = "the same dataset, sampler and batch_size as before"
+_SAME = "the same dataset, sampler, batch_size and number of ranks as before"
 _OUT_OF_ORDER = (
     "with in_order=False, batches do not come in the order of the sampler: save a state between epochs, or "
     "use in_order=True"
@@ -69,20 +68,17 @@ class Position:
         checksum: How many lists of indices the checksum covers, and the checksum.
         is_finished: Whether the caller has seen the end of the epoch.
         why_unresumable: Why the epoch cannot be resumed in the middle; None if it can.
-        dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
-            of each worker's copy after its last batch that the caller received.
+        dataset_states: Of an iterable dataset: the state of each worker's copy after its last batch that the
+            caller received.
         next_worker: The worker whose batch is due next.
         rank: The rank that the loader reads for; None: unknown. While an epoch runs, it is set only for
             transforms of batches.
-        facts: The `facts_of` the order, once it is saved.
-        is_iterable: Whether the dataset is iterable-style.
+        batch_size: The loader's.
         error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
         ahead: The index, worker and dataset state of batches that were fetched and that the caller has not
             received: they are prefetched, or an error came instead of them.
         has_ended: Whether no batch is left to be fetched.
         sampler_iter: The sampler's iterator in a resumed epoch, which `replay` can wrap.
-        loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
-            load them.
         count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
     """
 
@@ -99,14 +95,12 @@ class Position:
     dataset_states: list[DatasetState] | None = None
     next_worker: int = 0
     rank: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    batch_size: int | None = None
 
-    is_iterable: bool = field(init=False, default=False)
     error: RemoteError | None = field(init=False, default=None)
     ahead: deque[tuple[Any, int, DatasetState | None]] = field(init=False, default_factory=deque)
     has_ended: bool = field(init=False, default=False)
     sampler_iter: Iterator[Any] | None = field(init=False, default=None)
-    loads_dataset_states: bool = field(init=False, default=False)
     count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
     # What `replay` goes on from, whether another rank saved it, and the user's state of torch's default
     # generator, which `replay` leaves unchanged.
@@ -137,15 +131,15 @@ class Position:
         state, order = state_of(loader), Order(loader)
         loaded, state.loaded = state.loaded, None  # `make_iterator` restores it after an error
         self = cls(state.next_epoch, kind, order.generator_states(), why_unresumable=reason)
-        self.is_iterable = is_iterable(loader)
+        self.batch_size = loader.batch_size
         try:
             self.samplers = order.sampler_states()
         except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
             self.error = RemoteError.current("in a sampler's state_dict()")
-        if reason is None and has_dataset_states(loader):
-            self._begin_dataset_states(loader, loaded)
+        if reason is None and is_iterable(loader):
+            self.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
         if loaded is not None and loaded.is_within_epoch:
-            self._resume_at(loader, loaded)
+            self._resume_at(loader, order, loaded)
         elif loaded is not None and reason is None and _waited_for_next(loader, kind, loaded):
             self.kind = "again"
             self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
@@ -160,44 +154,15 @@ class Position:
         state.next_epoch, state.position = self.epoch + 1, self
         return self
 
-    def _begin_dataset_states(self, loader: DataLoader[Any], loaded: Position | None) -> None:
-        """Set the states of the copies of the dataset before the first batch of an epoch.
-
-        A map-style dataset in persistent workers enters an epoch with the state in which it left the previous
-        one. An iterable-style dataset starts over.
-        """
-        self.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
-        if self.is_iterable or not loader.persistent_workers:
-            return
-        self.loads_dataset_states = loaded is not None
-        before = loaded or (state_of(loader).position if self.kind == "again" else None)
-        last = before.dataset_states if before is not None and before.is_finished else None
-        if last is not None and len(last) == len(self.dataset_states):
-            self.dataset_states = list(last)
-
-    def _resume_at(self, loader: DataLoader[Any], loaded: Position) -> None:
+    def _resume_at(self, loader: DataLoader[Any], order: Order, loaded: Position) -> None:
         """Become a loaded position within an epoch; `replay` then goes on from there."""
-        self._is_of_other_rank = loaded.check_with(loader)
-        if self._is_of_other_rank and any(copy.has_state for copy in loaded.dataset_states or ()):
-            log.warning(
-                "this rank loads the states of a dataset that rank %s saved, which is correct only if the "
-                "dataset's state_dict() does not depend on the rank; otherwise save and load a state for "
-                "each rank",
-                loaded.rank,
-            )
-        self.epoch = loaded.epoch
-        reason = loaded.why_unresumable or self.why_unresumable
-        if reason is not None and loaded.num_received:
+        reason = self.why_unresumable or (loaded.why_unresumable if loaded.num_received else None)
+        if reason is not None:
             raise ResumeError(f"this epoch cannot be resumed after {loaded.num_received} batches: {reason}")
-        if self.why_unresumable is not None:
-            # Without received batches no replay is needed. torch's default generator is the user's: not set.
-            order = Order(loader)
-            order.set_generators({k: v for k, v in loaded.generators.items() if k != DEFAULT})
-            order.set_samplers(loaded.samplers)
-            self.generators, self.samplers = order.generator_states(), order.sampler_states()
-            return
+        self._is_of_other_rank = loaded.check_rank(loader, order)
         self._set_dataset_states(loader, loaded)
-        self.kind, self.generators, self.samplers = loaded.kind, loaded.generators, loaded.samplers
+        self.epoch, self.kind = loaded.epoch, loaded.kind
+        self.generators, self.samplers = loaded.generators, loaded.samplers
         self._loaded, self._default_state = loaded, torch.default_generator.get_state()
 
     def _set_dataset_states(self, loader: DataLoader[Any], loaded: Position) -> None:
@@ -209,12 +174,25 @@ class Position:
             )
         if len(copies) != len(own) or not copies:
             return
-        if any(copy.data for copy in copies) and not keeps_state(loader.dataset):
-            raise ResumeError(
-                f"the state has states of the dataset, but this loader's, a {type(loader.dataset).__name__}, "
-                "has no state_dict() and load_state_dict(): give it the same dataset as before"
+        if self._is_of_other_rank and any(copy.data or copy.iterator for copy in copies):
+            log.warning(
+                "this rank loads the states of a dataset that rank %s saved, which is correct only if the "
+                "dataset's state_dict() does not depend on the rank; otherwise save and load a state for "
+                "each rank",
+                loaded.rank,
             )
-        num_batches = sum(copy.num_to_read_again for copy in copies) if self.is_iterable else 0
+        num_batches = sum(copy.num_to_read_again for copy in copies)
+        if num_batches and hasattr(loader.dataset, "state_dict"):
+            raise ResumeError(
+                f"this epoch cannot be resumed after {loaded.num_received} batches: the dataset, a "
+                f"{type(loader.dataset).__name__}, has a state that fastload cannot save or load, because "
+                "state_dict() is called without arguments and load_state_dict() with the state"
+            )
+        if num_batches and loaded.batch_size != loader.batch_size:
+            raise ResumeError(
+                f"{num_batches} batches must be read again, of batch_size {loaded.batch_size}, but this "
+                f"loader has {loader.batch_size}: give it {loaded.batch_size}"
+            )
         if num_batches > loaded.num_received:  # Accelerate subtracts batches that it has prefetched
             if len(copies) > 1:
                 raise ResumeError(
@@ -225,7 +203,6 @@ class Position:
             num_batches = loaded.num_received
             copies = [copies[0]._replace(num_batches=num_batches)]
         self.dataset_states, self.next_worker = copies, loaded.next_worker
-        self.loads_dataset_states = True
         if num_batches:
             log.warning(
                 "epoch %s is resumed by reading %s batches again and dropping them, because neither the "
@@ -234,32 +211,25 @@ class Position:
                 *(loaded.epoch, num_batches, type(loader.dataset).__name__),
             )
 
-    def check_with(self, loader: DataLoader[Any]) -> bool:
-        """Whether another rank saved this position.
+    def check_rank(self, loader: DataLoader[Any], order: Order) -> bool:
+        """Whether another rank saved this position, whose indices can be others.
 
         Raises:
-            ResumeError: It is valid neither for this loader nor for this rank.
+            ResumeError: The ranks do not share one order, but each draws from its own seed.
         """
-        rank, facts = sharding_of(loader)[0], facts_of(loader, {})
-        is_of_other_rank = None not in (self.rank, rank) and self.rank != rank
-        skips = self.is_within_epoch and self.num_received > 0
-        reads_again = any(copy.num_to_read_again for copy in self.dataset_states or ())
-        is_split = None not in (facts["number of ranks"], self.facts["number of ranks"])
-        is_compared = {
-            "batch_size": skips and (reads_again or not is_iterable(loader)),
-            "number of ranks": skips,
-            "number of nodes": skips,
-            "seed of the sampler": is_of_other_rank and (skips or not is_split),
-        }
-        for name, own in facts.items():
-            saved = self.facts[name]
-            if is_compared[name] and None not in (saved, own) and saved != own:
+        rank, is_split = sharding_of(loader)
+        if None in (self.rank, rank) or self.rank == rank:
+            return False
+        place = None if is_split else order.drawn_from
+        if place is not None and place in self.generators:
+            saved = order.generator_at(place, self.generators[place]).initial_seed()
+            own = order.generators[place].initial_seed()
+            if saved != own:
                 raise ResumeError(
-                    f"the state was saved by a loader with {name} {saved}, after {self.num_received} "
-                    f"batches, but this loader has {own}: give it {saved}, or load a state that was saved "
-                    "between two epochs, or one for each rank"
+                    f"rank {self.rank} saved the state with the seed {saved} of its sampler, but this one "
+                    f"has {own}: give it {saved}, or load a state for each rank"
                 )
-        return is_of_other_rank
+        return True
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one just drawn, or that of the resumed epoch."""
@@ -289,7 +259,7 @@ class Position:
         self.sampler_iter = indices
         self._skip(loader, indices, loaded)
         if self._default_state is not None:
-            has_drawn = loaded.num_received or self.is_iterable
+            has_drawn = loaded.num_received or self.dataset_states is not None
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
                 # A sampler can draw its order when the first index is requested. This must happen before
                 # torch's default generator is set back to the user's state.
@@ -300,7 +270,7 @@ class Position:
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], loaded: Position) -> None:
         num_batches = self._next_number = loaded.num_received
         num_checked, expected = loaded.checksum
-        if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
+        if self.dataset_states is not None:  # torch's sampler is endless then: nothing to check
             self.num_received, self.checksum = num_batches, (num_batches, expected)
             return
         for number in range(num_batches):
@@ -311,23 +281,12 @@ class Position:
                     f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
                     f"{self.num_received}: give the loader {_SAME}"
                 ) from None
-        is_same = self.checksum[1] == expected
-        if not self._is_of_other_rank:
-            if num_batches == num_checked and not is_same:
-                raise ResumeError(
-                    f"the sampler gave different indices for the first {num_batches} batches than in the "
-                    f"epoch to be resumed: give the loader {_SAME}; a custom sampler must draw from a "
-                    "torch.Generator in its attribute `generator` or from torch's default one, or have a "
-                    "state_dict()"
-                )
-            return
-        # Another rank's indices differ. A sampler with that rank's state must not give them.
-        rank, num_ranks = sharding_of(loader)
-        has_state = any(not key.endswith(".epoch") for key in loaded.samplers)
-        if num_ranks is not None and has_state and num_batches and is_same:
+        is_same = num_batches != num_checked or self.checksum[1] == expected
+        if not is_same and not self._is_of_other_rank:
             raise ResumeError(
-                f"the sampler of rank {rank} gives the indices of rank {loaded.rank}, which saved the "
-                "state: save and load a state for each rank, or leave the rank out of the sampler's "
+                f"the sampler gave different indices for the first {num_batches} batches than in the "
+                f"epoch to be resumed: give the loader {_SAME}; a custom sampler must draw from a "
+                "torch.Generator in its attribute `generator` or from torch's default one, or have a "
                 "state_dict()"
             )
 
@@ -361,7 +320,8 @@ class Position:
         Args:
             index: Its index, or list of indices, from the sampler.
             worker: The worker that made it.
-            dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
+            dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before:
+                a stream reads a batch again that was lost on its way.
         """
         self.ahead.append((index, worker, dataset_state))
 
@@ -385,8 +345,8 @@ class Position:
         num_copies = len(states or ())
         checksum = num_received, _checksum_with(index, self.checksum[1])
         # From here on without a call: signals interrupt calls, and all of this is true or none of it.
-        if states is not None and dataset_state is not None:
-            if not (self.is_iterable and dataset_state == LOST):  # a stream reads a lost batch again
+        if states is not None:
+            if dataset_state is not None:
                 states[worker] = dataset_state
             self.next_worker = (worker + 1) % num_copies
         self.num_received, self.checksum = num_received, checksum
@@ -410,7 +370,6 @@ class Position:
             "generators": {place: base64.b64encode(s).decode() for place, s in self.generators.items()},
             "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
             "dataset_states": None if states is None else [state.to_dict() for state in states],
-            "facts": dict(self.facts),
         }
         return saved | {"crc": _crc_of(saved)}
 
@@ -439,7 +398,6 @@ class Position:
                 num_received=integer(0, saved["checksum"][0] + 1)(saved["_num_yielded"]),
                 checksum=tuple(saved["checksum"]),
                 dataset_states=None if states is None else [DatasetState.from_dict(part) for part in states],
-                facts=dict(saved["facts"]),
                 **{name: saved[name] for name in _PLAIN},
             )
         except Exception as error:
@@ -452,16 +410,19 @@ class Position:
         return self
 
 
-_PLAIN = ("epoch", "kind", "base_seed", "sample_seed", "why_unresumable", "next_worker", "rank")
+_PLAIN = (
+    *("epoch", "kind", "base_seed", "sample_seed", "why_unresumable", "next_worker", "rank"),
+    "batch_size",
+)
 
 
 def _crc_of(saved: Mapping[str, Any]) -> int:
     """The checksum of a saved position, without what frameworks change and without the user's own states."""
-    plain: dict[str, Any] = {name: saved[name] for name in (*_PLAIN, "checksum", "generators", "facts")}
+    plain: dict[str, Any] = {name: saved[name] for name in (*_PLAIN, "checksum", "generators")}
     states = saved["dataset_states"]
     plain["samplers"] = sorted(saved["samplers"])
     plain["dataset_states"] = states and [
-        [state["progress"], sorted(state), state.get("num_batches")] for state in states
+        [state["num_batches"], state["has_ended"], sorted(state)] for state in states
     ]
     return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
 
@@ -517,33 +478,6 @@ def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         raise
 
 
-def why_unresumable(loader: DataLoader[Any]) -> str | None:
-    """Why an epoch of this loader cannot be resumed in the middle; None if it can."""
-    dataset = loader.dataset
-    if not is_iterable(loader) or keeps_state(dataset):
-        return None
-    if not callable(getattr(dataset, "state_dict", None)):
-        return None  # its iterator might keep a state; otherwise its batches are read again
-    return (
-        "the iterable-style dataset has a state that fastload cannot save or load: state_dict() is called "
-        f"without arguments and load_state_dict() with the state, and {type(dataset).__name__} lacks one of "
-        "them, or they need different arguments"
-    )
-
-
-def has_dataset_states(loader: Any) -> bool:
-    """Whether a state of the loader has a state of each worker's copy of the dataset.
-
-    Worker threads share the dataset, so a batch has no state of its own. A module's `state_dict()` has its
-    weights.
-    """
-    if is_iterable(loader):
-        return True
-    pool_type = pool_type_of(loader.worker_type)
-    shares = loader.num_workers > 0 and pool_type.uses_threads
-    return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
-
-
 def sample_seed_of(loader: DataLoader[Any]) -> int:
     """The seed of the loaded run; else the user's seed of the loader's generator, or of torch."""
     seed = state_of(loader).sample_seed
@@ -562,23 +496,19 @@ def state_dict(loader: DataLoader[Any]) -> dict[str, Any]:
     if isinstance(state.loaded, Position):
         return state.loaded.to_dict()
     position: Position = state.position or Position(state.next_epoch, sample_seed=sample_seed_of(loader))
-    generators, samplers, states = position.generators, position.samplers, position.dataset_states
+    saved = dataclasses.replace(position, rank=sharding_of(loader)[0])
     if position.is_within_epoch:
         if position.why_unresumable == _OUT_OF_ORDER:
             say_once(f"state_dict() was called within an epoch that cannot be resumed: {_OUT_OF_ORDER}")
-        if position.error is not None:
-            position.error.reraise()
-        for dataset_state in states or ():
-            dataset_state.raise_error()
+        for error in (position.error, *(copy.error for copy in position.dataset_states or ())):
+            if error is not None:
+                error.reraise()
     else:
         # Between epochs, a resumed loader continues with the current states of its own generators.
         order = Order(loader)
-        generators, samplers = order.generator_states(with_default=False), order.sampler_states()
-        if states is not None and position.is_finished and position.is_iterable:
-            states = [ENDED] * len(states)
-    rank, facts = sharding_of(loader)[0], facts_of(loader, generators)
-    saved = dataclasses.replace(position, generators=generators, samplers=samplers, rank=rank, facts=facts)
-    saved.dataset_states = states
+        saved.generators, saved.samplers = order.generator_states(with_default=False), order.sampler_states()
+        if saved.dataset_states is not None:
+            saved.dataset_states = [ENDED] * len(saved.dataset_states)
     return saved.to_dict()
 
 
@@ -602,28 +532,12 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
             "give it the same sampler and generator as before, or load another checkpoint"
         )
     if not loaded.is_within_epoch:  # set now, so a later set_epoch() takes precedence
-        loaded.check_with(loader)
+        loaded.check_rank(loader, order)
         with order.unchanged_on_error():
             order.set_generators(loaded.generators)
             order.set_samplers({k: v for k, v in loaded.samplers.items() if k in order.keys})
-            if not loader.num_workers:
-                _set_own_dataset(loader, loaded)
     state.loaded, state.sample_seed = loaded, loaded.sample_seed
     state.next_epoch = loaded.epoch + loaded.is_finished
-
-
-def _set_own_dataset(loader: DataLoader[Any], loaded: Position) -> None:
-    """Between epochs, set the state of a map-style dataset read without workers; an error changes nothing."""
-    copies, dataset = loaded.dataset_states or [], loader.dataset
-    if is_iterable(loader) or not has_dataset_states(loader) or len(copies) != 1 or not copies[0].data:
-        return
-    before = DatasetState.of(dataset.state_dict())  # type: ignore[attr-defined]  # as `keeps_state` says
-    try:
-        dataset.load_state_dict(copies[0].load())  # type: ignore[attr-defined]
-    except BaseException:
-        with contextlib.suppress(Exception):  # the caller must see the first error
-            dataset.load_state_dict(before.load())  # type: ignore[attr-defined]
-        raise
 
 
 def has_no_rest(loader: DataLoader[Any]) -> bool:
@@ -649,21 +563,3 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)
-
-
-def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
-    """Warn, once for each class, if a subclass makes its own iterators, whose batches are not counted.
-
-    An error would end training while it saves a checkpoint.
-    """
-    state, kind = state_of(loader), type(loader)
-    is_known = state.position is not None or state.loaded is not None
-    methods: list[Any] = [kind.__iter__, kind._get_iterator]
-    is_ours = all(method.__module__.startswith("fastload.") for method in methods)
-    if is_known or (is_ours and not is_data_pipe(loader.dataset)):
-        return
-    say_once(
-        f"the state of this {kind.__name__} is that of the beginning of an epoch. If it makes its iterators "
-        "by itself, its position is unknown: define state_dict() and load_state_dict() in the class, or take "
-        "the batches from super().__iter__() and super()._get_iterator()"
-    )

@@ -16,17 +16,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastload.system.humanize import readable_size, readable_time
+from fastload.system.humanize import readable_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.workers.messages import WorkerCounters
 
-Size = tuple[int, "int | None"]  # of a batch: its samples, and its bytes (None: unknown)
 # Of `next`: the step before it, its wait, and what of it was for the device, in nanoseconds; the number of
-# workers; the size of its batch, or None.
-Call = tuple[int, int, int, int, "Size | None"]
+# workers; the samples of its batch, or None.
+Call = tuple[int, int, int, int, "int | None"]
 
 _NS_PER_S = 1_000_000_000
 _US_PER_S = 1_000_000
@@ -41,10 +40,6 @@ class LoaderStats:
     Attributes:
         num_batches: Batches that the caller received.
         num_samples: Samples in these batches. One per batch, if `batch_size` and `batch_sampler` are None.
-        nbytes: Bytes of their tensors and arrays on the host. With worker processes, gaps of up to 63 bytes
-            between them count, and tensors that are pickled (sparse ones, subclasses) do not. None without
-            worker processes if a batch was of a custom class, or had more than eight values at one level;
-            fastload does not walk through such batches.
         num_epochs: Epochs that returned a batch.
         elapsed_s: Seconds in epochs: from `iter(loader)` to the last batch or the end. Concurrent iterators
             add up.
@@ -73,7 +68,6 @@ class LoaderStats:
 
     num_batches: int
     num_samples: int
-    nbytes: int | None
     num_epochs: int
     elapsed_s: float
     first_batch_wait_s: float
@@ -106,8 +100,6 @@ class Counts:
 
     num_batches: int = 0
     num_samples: int = 0
-    nbytes: int = 0
-    num_unknown: int = 0  # batches whose bytes are unknown
     num_epochs: int = 0
     first_wait_ns: int = 0
     wait_ns: int = 0
@@ -126,18 +118,15 @@ class Counts:
 
     def add_call(self, call: Call) -> int:
         """Count a call, except for its wait, which this returns."""
-        step_ns, wait_ns, device_wait_ns, num_workers, size = call
+        step_ns, wait_ns, device_wait_ns, num_workers, num_samples = call
         step_ns = max(0, step_ns) + device_wait_ns  # threads that share an iterator wait at the same time
         wait_ns -= device_wait_ns
         self.step_ns += step_ns
         self.device_wait_ns += device_wait_ns
         self.workers_ns += num_workers * (step_ns + wait_ns)
-        if size is not None:
-            num_samples, nbytes = size
+        if num_samples is not None:
             self.num_batches += 1
             self.num_samples += num_samples
-            self.nbytes += nbytes or 0
-            self.num_unknown += nbytes is None
         return wait_ns
 
     def add_wait(self, wait_ns: int) -> None:
@@ -237,12 +226,12 @@ class Clock:
         self._iter_ns = self._returned_ns - began_ns
         self._has_first = self._has_ended = False
 
-    def count(self, called_ns: int, size: Size | None, device_wait_ns: int = 0) -> None:
-        """Count a call that ends now; an error, and the end, have None instead of the size of a batch.
+    def count(self, called_ns: int, size: int | None, device_wait_ns: int = 0) -> None:
+        """Count a call that ends now.
 
         Args:
             called_ns: When it began, in the time of `perf_counter_ns`.
-            size: Of the batch.
+            size: The samples of its batch; None: it ends with an error, or the end of the epoch.
             device_wait_ns: How long it waited for the device; this counts as the consumer's own work.
         """
         recorder = self.recorder
@@ -290,7 +279,6 @@ def stats_of(counts: Counts) -> LoaderStats:
     return LoaderStats(
         num_batches=counts.num_batches,
         num_samples=counts.num_samples,
-        nbytes=None if counts.num_unknown else counts.nbytes,
         num_epochs=counts.num_epochs,
         elapsed_s=first_s + wait_s + step_s + counts.other_ns / _NS_PER_S,
         first_batch_wait_s=first_s,
@@ -321,9 +309,8 @@ def _quantile_ns(histogram: Counter[int], share: float) -> float:
 
 
 def _lines(stats: LoaderStats) -> list[str]:
-    nbytes = "" if stats.nbytes is None else f", {readable_size(stats.nbytes)}"
     rate = f" ({stats.num_samples / stats.elapsed_s:,.0f} samples/s)" if stats.elapsed_s else ""
-    amounts = f"{stats.num_batches:,} batches, {stats.num_samples:,} samples{nbytes}"
+    amounts = f"{stats.num_batches:,} batches, {stats.num_samples:,} samples"
     lines = [f"{amounts} in {readable_time(stats.elapsed_s)}{rate}"]
     if stats.num_epochs:
         lines.append(

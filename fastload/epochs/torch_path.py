@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.failures import FailureCount
-from fastload.batch.packing import nbytes_of
 from fastload.epochs.iterator import EpochIterator, raise_remote
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastload.batch.plan import Plan
-    from fastload.epochs.stats import Size
     from fastload.workers.messages import BatchReply, WorkerCounters
 
 
@@ -96,15 +94,15 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
             if reply.kind is ReplyKind.ERROR:
                 raise_remote(payload, f"batch {self.last.number}, worker {self.last.worker}")
             self.failures.note(reply.failed)
-            return payload, (reply.num_samples, nbytes_of(payload))
+            return payload, reply.num_samples
         self.position.has_ended = True
         if not self._persistent_workers:
             self.close()
         raise StopIteration
 
-    def next_sized(self) -> tuple[Any, Size]:
-        """The next batch and its size."""
-        batch_and_size: tuple[Any, Size] = super(EpochIterator, self).__next__()
+    def next_sized(self) -> tuple[Any, int]:
+        """The next batch and how many samples it has."""
+        batch_and_size: tuple[Any, int] = super(EpochIterator, self).__next__()
         return batch_and_size
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:

@@ -228,7 +228,7 @@ def structure_of(nest: Any) -> str:
     text = _structure_of(nest, _TEXT_DEPTH)
     if isinstance(nest, (dict, list, tuple)):
         return f"a {type(nest).__name__} of {text}" if nest else f"an empty {type(nest).__name__}"
-    return f"an {text}" if text[0] in "aeiou" else f"a {text}"
+    return f"an {text}" if text[0].lower() in "aeiou" else f"a {text}"
 
 
 def _structure_of(nest: Any, depth: int) -> str:

@@ -22,7 +22,6 @@ CACHE, LOCK, CODE, COPY, IDLE = "cache", "lock", "code", "copy", "idle"
 _FILES = {
     "/torch/utils/data/_utils/collate.py": COLLATE,
     "/fastload/batch/collate": COLLATE,
-    "/fastload/batch/stacking.py": COLLATE,
     "/fastload/augmentation/": TRANSFORM,
     "/fastload/images/": DECODE,
     "/fastload/readers/original.py": DECODE,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastload.augmentation import ends
+from fastload.batch.collate import install_slot_rules
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
-from fastload.batch.stacking import install_slot_rules
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
@@ -135,7 +135,7 @@ class BatchMaker:
 
         Args:
             epoch: For a dataset that has a set_epoch(); None: it knows it, or the user set none.
-            dataset_state: From which the copy of the dataset continues; None: it has no state.
+            dataset_state: Where the copy of an iterable dataset goes on; None: it is not asked for its state.
         """
         plan = self._plan
         if plan is None:
@@ -144,8 +144,6 @@ class BatchMaker:
         try:
             if epoch is not None and callable(getattr(plan.dataset, "set_epoch", None)):
                 plan.dataset.set_epoch(epoch)
-            if dataset_state is not None:
-                dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
                 plan, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
@@ -176,7 +174,7 @@ class BatchMaker:
                 reply = BatchReply(ReplyKind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
         if self._keeps_states:
             reply.dataset_state = dataset_state_of(fetcher, self.where)
-        reply.num_samples, reply.nbytes = fetcher.num_samples, fetcher.gathered_bytes
+        reply.num_samples = fetcher.num_samples
         reply.counters = self._take_counters()
         return reply
 
@@ -213,12 +211,12 @@ def make_fetcher(
     )
 
 
-def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState:
-    """The state of a fetcher's dataset; an error of it fails no batch, but the loader's `state_dict()`."""
+def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState | None:
+    """How far an iterable dataset was read; its error fails no batch, but the loader's `state_dict()`."""
     try:
-        return fetcher.reader.state()
+        return None if fetcher.stream is None else fetcher.stream.state()
     except Exception:  # noqa: BLE001  # as above
-        return DatasetState("unknown", error=RemoteError.current(where))
+        return DatasetState(error=RemoteError.current(where))
 
 
 def _be_quiet() -> None:

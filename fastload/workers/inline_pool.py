@@ -6,8 +6,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.dataset_state import NOT_BEGUN
-from fastload.batch.packing import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import THREAD, Streams, seeded_by
@@ -75,8 +73,6 @@ class InlinePool(WorkerPool):
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(self._plan, self._buffers, None if states is None else states[0])
         self._keeps_state = states is not None
-        if states is not None and states[0] is NOT_BEGUN and self._fetcher.reader.has_first_state:
-            states[0] = dataset_state_of(self._fetcher, "in the dataset's state_dict()")
 
     def submit(self, pending: PendingBatch) -> None:
         """Note the request."""
@@ -114,7 +110,6 @@ class InlinePool(WorkerPool):
                 if fetcher.replacer is not None:
                     reply.failed = tuple(fetcher.replacer.failed)
                 reply.num_samples = fetcher.num_samples
-                reply.nbytes = fetcher.gathered_bytes or nbytes_of(batch)
             except StopIteration:
                 reply.kind = ReplyKind.ENDED
             except BaseException as error:

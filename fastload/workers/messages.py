@@ -110,7 +110,6 @@ class BatchReply:
         dataset_state: The state of the worker's copy of the dataset after this batch; None if it has none.
         failed: Samples that could not be read and were replaced.
         num_samples: The samples of the batch.
-        nbytes: The bytes of the batch; 0 until the pool knows them, None if they cannot be known.
         counters: What the worker counted since its previous reply.
     """
 
@@ -119,7 +118,6 @@ class BatchReply:
     dataset_state: DatasetState | None = None
     failed: tuple[FailedSample, ...] = ()
     num_samples: int = 0
-    nbytes: int | None = 0
     counters: WorkerCounters = WorkerCounters()  # noqa: RUF009
 
     def to_plain(self) -> tuple[Any, ...]:

@@ -60,7 +60,7 @@ class WorkerHandle:
     Attributes:
         id: 0 to num_workers - 1.
         sent: Requests in the order of their replies, until `take` returns them.
-        begin: What a replacement begins with: the state is that of the last reply.
+        begin: What it begins the epoch with; a replacement, too.
     """
 
     def __init__(self, worker_id: int) -> None:
@@ -73,23 +73,9 @@ class WorkerHandle:
         """The request that the worker replies to next."""
         return self.sent[0] if self.sent else None
 
-    def first_message(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> BeginEpoch:
-        """What the worker gets when an epoch begins."""
-        return BeginEpoch(epoch, None if dataset_states is None else dataset_states[self.id])
-
-    def begin_epoch(self, message: BeginEpoch) -> bool:
-        """Note the message of an epoch; return whether the worker's copy of the dataset loads its state."""
-        state = message.dataset_state
-        if state is None or state.has_state or self.begin.dataset_state is None:
-            self.begin = message
-            return True
-        self.begin = self.begin._replace(epoch=message.epoch)  # a persistent worker's copy keeps its state
-        return False
-
-    def note_state(self, state: DatasetState | None) -> None:
-        """Note the state of the worker's copy of the dataset after a reply."""
-        if state is not None and self.begin.dataset_state is not None:
-            self.begin = self.begin._replace(dataset_state=state)
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
+        """Note what the worker begins an epoch with."""
+        self.begin = BeginEpoch(epoch, None if dataset_states is None else dataset_states[self.id])
 
 
 def asked(workers: Sequence[Any], worker_id: int | None) -> list[Any]:

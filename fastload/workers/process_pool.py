@@ -32,7 +32,6 @@ from fastload.workers.channel import make_channel
 from fastload.workers.messages import (
     INTERRUPTED,
     BatchReply,
-    BeginEpoch,
     FetchRequest,
     ReplyKind,
     WorkerCounters,
@@ -72,7 +71,6 @@ class _ProcessHandle(WorkerHandle):
         self.process = process
         self.channel = channel
         self.waiting: deque[PendingBatch] = deque()  # requests without a slot
-        self.loaded_at = 0  # replies to requests with lower serial numbers precede the state in `begin`
         self.gets_no_more = False  # requests; the worker ends on its own
 
     @property
@@ -168,12 +166,8 @@ class ProcessPool(WorkerPool):
                 for pending in worker.sent:  # the worker still replies to them first
                     pending.is_stale = True
                 worker.waiting.clear()
-                self._begin(worker, worker.first_message(epoch, dataset_states))
-
-    def _begin(self, worker: _ProcessHandle, message: BeginEpoch) -> None:
-        if worker.begin_epoch(message):
-            worker.loaded_at = next(self._serials)
-        self._send(worker, message)
+                worker.begin_epoch(epoch, dataset_states)
+                self._send(worker, worker.begin)
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
@@ -224,9 +218,6 @@ class ProcessPool(WorkerPool):
                 memory = Memory(Segment.attach(fd).map(writable=True), shared=True)
             except (OSError, MemoryError, ValueError) as error:
                 raise BatchLostError(f"the memory of a batch could not be received: {error}") from error
-        # Replies to requests older than a loaded state do not say where a new worker would continue.
-        if pending.serial > worker.loaded_at:
-            worker.note_state(reply.dataset_state)
         if pending.slot is not None:
             used_bytes = reply.payload.used_bytes if reply.kind is ReplyKind.BATCH else 0
             self.ring.fill(pending.slot, memory, used_bytes)
@@ -240,7 +231,6 @@ class ProcessPool(WorkerPool):
         reply, slot = pending.reply, pending.slot
         if reply is not None and slot is not None and reply.kind is ReplyKind.BATCH:
             try:
-                reply.nbytes = reply.payload.nbytes
                 reply.payload = self._unpack(reply.payload, slot)
             except Exception as error:  # noqa: BLE001  # fails only this batch
                 reply.kind, reply.payload = ReplyKind.ERROR, RemoteError(error)
@@ -399,7 +389,8 @@ class ProcessPool(WorkerPool):
         worker.channel.close()
         worker.process.clean_up()
         new = self._start(worker.id)
-        self._begin(new, worker.begin)
+        new.begin = worker.begin
+        self._send(new, new.begin)
         new.gets_no_more = worker.gets_no_more
         for pending in [*worker.sent, *worker.waiting]:
             if pending.reply is not None:

@@ -28,7 +28,7 @@ from fastload.memory.segment import pickled_for_other_machines
 from fastload.system.notes import short_repr
 from fastload.system.remote_error import RemoteError
 from fastload.version import __version__
-from fastload.workers.messages import BatchReply, BeginEpoch, ReplyKind, WorkerCounters
+from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
 from fastload.workers.pool import GRACE_S, WorkerHandle, WorkerPool, asked, limit_s, note_unsent
 from fastload.workers.ray_worker import RayWorker
 
@@ -183,11 +183,8 @@ class RayPool(WorkerPool):
             self._local.clear()
             for worker in self._workers:
                 worker.sent.clear()
-                self._begin(worker, worker.first_message(epoch, dataset_states))
-
-    def _begin(self, worker: _ActorHandle, message: BeginEpoch) -> None:
-        worker.begin_epoch(message)
-        worker.actor.begin_epoch.remote(*message)
+                worker.begin_epoch(epoch, dataset_states)
+                worker.actor.begin_epoch.remote(*worker.begin)
 
     def submit(self, pending: PendingBatch) -> None:
         """Request a batch from its worker."""
@@ -233,7 +230,6 @@ class RayPool(WorkerPool):
         else:
             worker.has_replied = True
             pending.reply = BatchReply.from_plain(plain)
-            worker.note_state(pending.reply.dataset_state)
             self._count(pending.reply.counters)
             self._open(pending.reply, data)
         worker.sent.popleft()
@@ -247,7 +243,6 @@ class RayPool(WorkerPool):
             return
         packed = reply.payload
         try:
-            reply.nbytes = packed.nbytes
             buffer: Any = b""
             if data is not None:
                 self._buffers.begin()
@@ -300,7 +295,8 @@ class RayPool(WorkerPool):
         self._use_restart(cause)
         self._ray.kill(worker.actor)  # it can be alive on a machine that cannot be reached
         new = self._workers[worker.id] = self._start(worker.id)
-        self._begin(new, worker.begin)
+        new.begin = worker.begin
+        new.actor.begin_epoch.remote(*new.begin)
         for pending in worker.sent:
             self._local.discard(pending.reference)
             self._send(new, pending)

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.packing import nbytes_of
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search
 from fastload.system.background import Background, Wakeup
 from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.messages import ReplyKind
 from fastload.workers.pool import GRACE_S, WorkerPool, asked
 
 if TYPE_CHECKING:
@@ -178,8 +176,6 @@ class _WorkerThread:
             self.buffers.begin()
             reply = self._maker.make(pending.index, pending.key)
             self.buffers.end()
-            if reply.kind is ReplyKind.BATCH and not reply.nbytes:
-                reply.nbytes = nbytes_of(reply.payload)
             self._count(reply.counters)
             pending.reply = reply  # last, because the consumer checks it
             self._wakes.wake()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.dataset_state import LOST
 from fastload.batch.packing import Packed, pack
 from fastload.memory.lease import BumpAllocator, Memory
 from fastload.memory.segment import Segment, create_slot_segment
@@ -140,12 +139,11 @@ class _Worker:
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
-            state = None if reply.dataset_state is None else LOST
             what, place = "batch", ""
             if reply.kind is ReplyKind.ERROR:
                 what, place = "error of a batch", reply.payload.place
             text = f"the {what} could not be sent: {error!r}"
-            short = BatchReply(ReplyKind.ERROR, RemoteError.of_text(text, self._maker.where, place), state)
+            short = BatchReply(ReplyKind.ERROR, RemoteError.of_text(text, self._maker.where, place))
             self._channel.send((serial, *short.to_plain()))
             return False
         return True

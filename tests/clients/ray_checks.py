@@ -74,8 +74,8 @@ def as_list(samples: list[Any]) -> Any:
     return {"samples": samples, "flat": torch.cat([tensor for tensor, _ in samples])}
 
 
-class Stateful:
-    """A number that is the state of a dataset."""
+class Stream(IterableDataset):
+    """Each worker gives its share, and keeps its position."""
 
     next = 0
 
@@ -85,10 +85,6 @@ class Stateful:
     def load_state_dict(self, state: Any) -> None:
         self.next = state["next"]
 
-
-class Stream(Stateful, IterableDataset):
-    """Each worker gives its share, and keeps its position."""
-
     def __iter__(self) -> Any:
         info: Any = get_worker_info()
         start, self.next = self.next, 0
@@ -97,18 +93,17 @@ class Stream(Stateful, IterableDataset):
             yield torch.tensor([info.id, number])
 
 
-class Counting(Stateful, Numbered):
-    """A map-style dataset with a state, which each copy counts up; sample 9 can end its process."""
+class DiesOnce(Numbered):
+    """The same samples; sample 9 ends its process, once."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def __getitem__(self, index: int) -> Any:
-        if index == 9 and self.folder and not (self.folder / "died").exists():
+        if index == 9 and not (self.folder / "died").exists():
             (self.folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        self.next += 1
-        return index, self.next
+        return super().__getitem__(index)
 
 
 def failing(index: int) -> int:
@@ -276,7 +271,6 @@ def check_a_state_resumes_with_other_workers() -> None:
         (Mixed(), ("ray", 3), ("process", 1)),
         (Stream(), ("process", 2), ("ray", 2)),
         (Stream(), ("ray", 2), ("process", 2)),
-        (Counting(), ("ray", 2), ("ray", 2)),
     ):
         options: Any = {"batch_size": 2}
         if isinstance(dataset, Mixed):
@@ -357,15 +351,15 @@ def check_close_in_any_state_leaves_nothing() -> None:
 
 
 def check_a_dead_actor_is_an_error_or_is_replaced() -> None:
-    """It names the worker, the machine and the batch; or its batches come, with the state of the last one."""
+    """It names the worker, the machine and the batch; or its batches come."""
     text = raised(WorkerDiedError, lambda: batches(Made(killed, 24), shuffle=False))
     assert "worker 1 ended: " in text, text
     # The process can be gone before its answer to batch 1 has left it.
     assert re.search(r"It was working on batch (1, index \[4, 5, 6, 7\]|3, index \[12, 13, )", text), text
     nothing_is_left()
     options: Any = {"shuffle": False, "batch_size": 2}
-    got = batches(Counting(folder_of("state")), max_worker_restarts=1, **options)
-    assert_same_batches(batches(Counting(), "process", **options), got)
+    got = batches(DiesOnce(folder_of("died")), max_worker_restarts=1, **options)
+    assert_same_batches(batches(Numbered(), "process", **options), got)
 
 
 def seen_by(make: Any, **options: Any) -> set[Any]:

@@ -161,23 +161,6 @@ class Samples:
         self.fault.at("start")
 
 
-class Counted(Samples):
-    """The same samples; the state is how many of them this copy has read."""
-
-    count = 0
-
-    def __getitem__(self, index: int) -> Any:
-        sample = super().__getitem__(index)
-        self.count += 1
-        return sample
-
-    def state_dict(self) -> int:
-        return self.count
-
-    def load_state_dict(self, state: int) -> None:
-        self.count = state
-
-
 class Nested(Samples):
     """The same samples, each the batches of a loader of its own, one row after the other."""
 
@@ -257,12 +240,11 @@ def _first(first: int, _padding: list[Any]) -> int:
 
 
 def make_loader(
-    name: str, stage: str, method: Any = None, *, hangs_at: Any = None, counts: bool = False, **options: Any
+    name: str, stage: str, method: Any = None, *, hangs_at: Any = None, **options: Any
 ) -> fastload.DataLoader:
     """A loader with two workers that has one fault at one stage, and may hang at another sample."""
     fault = Fault(name, stage)
-    kind = Counted if counts else Samples
-    dataset: Any = Nested(fault) if stage == "inner loader" else kind(fault, hangs_at)
+    dataset: Any = Nested(fault) if stage == "inner loader" else Samples(fault, hangs_at)
     if stage == "transform":
         dataset = fastload.CachedDataset(dataset, transform=Transform(fault))
     return fastload.DataLoader(

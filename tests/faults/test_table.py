@@ -133,18 +133,11 @@ def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -
 
 @rows(DEATHS, ["fetch", "collate", "reply", "replied"], spawned=["fetch"])
 def test_a_death_costs_nothing_where_a_worker_may_be_replaced(name: str, stage: str, method: str) -> None:
-    """All batches come, and the state of each copy of the dataset is that after its last batch."""
-    loader = zoo.make_loader(name, stage, method, counts=True, max_worker_restarts=1)
+    """All batches come."""
+    loader = zoo.make_loader(name, stage, method, max_worker_restarts=1)
     loader.dataset.fault.happens_once(multiprocessing.get_context(method))
-    counts, got = [0, 0], []
 
-    for number, (_, first) in enumerate(loader):
-        counts[number % 2] += zoo.BATCH
-        got.append(first)
-        states = loader.state_dict()["dataset_states"]
-        assert [state.get("state", 0) for state in states] == counts
-
-    assert got == ALL
+    assert [first for _, first in loader] == ALL
 
 
 @rows(ERRORS, [*READING, "reply"], spawned=["fetch"])

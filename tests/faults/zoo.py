@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from tests.kit import datasets
 from tests.kit.faults import limited
@@ -184,40 +184,32 @@ class DiesOnce:
         return array(index)
 
 
-class Counts:
-    """A sample is its index and its number among the samples of this copy, which is the copy's state."""
+class Held:
+    """Samples that are their indices; the sample 2 is not read before an event."""
 
-    def __init__(
-        self, folder: str, dies_at: tuple[int, ...] = (), held: Any = None, padding: int = 0
-    ) -> None:
-        self.deaths = {index: DiesOnce(f"{folder}/{index}", index) for index in dies_at}
-        self.held = held  # an event without which sample 2 is not read
-        self.padding = padding
-        self.count = 0
+    def __init__(self, event: Any) -> None:
+        self.event = event
 
     def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, index: int) -> Any:
-        if index == 2 and self.held is not None:
-            self.held.wait()
-        if index in self.deaths:
-            self.deaths[index](index)
-        self.count += 1
-        return index, self.count
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            self.event.wait()
+        return index
+
+
+class Padded(IterableDataset[int]):
+    """A stream whose state is long."""
+
+    def __iter__(self) -> Any:
+        return iter(range(24))
 
     def state_dict(self) -> Any:
-        return {"count": self.count, "padding": "x" * self.padding}
+        return "x" * 100_000
 
     def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
-
-
-class CountsWithoutSaving(Counts):
-    """Its state can be loaded, and not be saved."""
-
-    def state_dict(self) -> Any:
-        raise OSError("no state today")
+        pass
 
 
 def exits_at_14(index: int) -> Any:

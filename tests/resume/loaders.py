@@ -47,11 +47,10 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager draws": lambda: {"sampler": Draws(LENGTH)},
     "stateful": lambda: {"sampler": Stateful(LENGTH)},
 }
-STREAMS = ["Mute", "Stream", "MakesSamples", "MakesBoth", "StartsOver", "StartsLate", "ContinuesOnce"]
+STREAMS = ["Mute", "Stream", "MakesSamples", "MakesBoth", "StartsOver", "ContinuesOnce"]
 DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
     **{kind: lambda kind=kind: {"dataset": getattr(zoo, kind)(), "batch_size": 3} for kind in STREAMS},
     "Shuffled, draws": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3, "collate_fn": zoo.draw},
-    "Counting": lambda: {"dataset": zoo.Counting(LENGTH)},
 }
 
 

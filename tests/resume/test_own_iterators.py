@@ -1,4 +1,4 @@
-"""Subclasses with iterators of their own: those that wrap ours are counted, others are warned of."""
+"""Subclasses with iterators of their own, which wrap ours, are counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 import fastload
 from tests.resume.loaders import LENGTH, labels, seeded
@@ -40,22 +39,6 @@ class Early(fastload.DataLoader):
 
     def __iter__(self) -> Any:
         return itertools.islice(self.early, len(self))
-
-
-class TorchsOwn(fastload.DataLoader):
-    """As LitData's loaders."""
-
-    def _get_iterator(self) -> Any:
-        return _SingleProcessDataLoaderIter(self)
-
-
-class Loop(fastload.DataLoader):
-    def __iter__(self) -> Any:
-        for indices in self.batch_sampler:
-            yield self.collate_fn([self.dataset[index] for index in indices])
-
-
-UNKNOWN = "the state of this {} is that of the beginning of an epoch"
 
 
 def make(kind: type[Any], **options: Any) -> Any:
@@ -94,25 +77,3 @@ def test_a_generator_that_has_not_begun_changes_no_state(kind: type[Any], *, is_
     assert loader.state_dict() == state
     next(iterator)
     assert loader.state_dict()["_num_yielded"] == 1 + is_loaded
-
-
-@pytest.mark.parametrize("kind", [TorchsOwn, Loop])
-def test_the_position_of_other_iterators_is_a_warning(kind: type[Any], caplog: Any) -> None:
-    """Once for each class; the state is that of the beginning of an epoch. Its own state_dict() is none."""
-
-    class WithState(kind):  # type: ignore[misc]
-        def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "mine": 1}
-
-    loader, with_state = make(kind), make(WithState)
-    next(iter(with_state))
-    assert with_state.state_dict()["mine"] == 1
-    assert not caplog.records
-    iterator = iter(loader)
-    next(iterator)
-    states = [loader.state_dict()]
-    list(iterator)
-    states.append(loader.state_dict())
-
-    assert [record.getMessage().count(UNKNOWN.format(kind.__name__)) for record in caplog.records] == [1]
-    assert [found["_num_yielded"] for found in states] == [0, 0]

@@ -76,9 +76,6 @@ WITH_WORKERS: list[Any] = [
     *((kind, 1, ((0, 9),), [3]) for kind in ("Mute", "Stream")),
     *((kind, 2, WITHIN, [1]) for kind in ("MakesSamples", "Stream")),
     ("Shuffled, draws", 1, ((0, 0), (0, 5)), [2]),
-    # Each copy of a dataset goes on with its own state.
-    ("Counting", 1, ((0, 1), (0, 7)), [2]),
-    ("Counting", 2, ((0, 99), (1, 7)), [2]),
 ]
 
 
@@ -100,16 +97,6 @@ def test_a_loader_is_resumed_twice(options: dict[str, Any]) -> None:
             other = make(kind, 2, **options)
             loader.load_state_dict(state_after(other, num_batches))
             assert labels(loader) == whole[num_batches:]
-
-
-def test_worker_threads_share_the_dataset() -> None:
-    """A state has none of the dataset's then, and any number of threads resumes."""
-    state = state_after(make("Counting", 2, worker_type="thread"), 5)
-    resumed = make("Counting", 3, worker_type="thread")
-    resumed.load_state_dict(state)
-
-    assert state["dataset_states"] is None
-    assert len(list(resumed)) == 8
 
 
 # --- what a framework changes ----------------------------------------------------------------------------
@@ -149,11 +136,10 @@ def test_another_batch_size_of_a_stream_with_a_state() -> None:
 
 
 def test_another_number_of_workers_at_the_beginning() -> None:
-    """The copies of a dataset start from the dataset as it is."""
-    for kind in ("Counting", "Stream"):
-        with make(kind, 2) as plain, make(kind, 2) as resumed:
-            resumed.load_state_dict(state_after(make(kind), 0))
-            assert labels(resumed) == labels(plain)
+    """The copies of a stream start from the stream as it is."""
+    with make("Stream", 2) as plain, make("Stream", 2) as resumed:
+        resumed.load_state_dict(state_after(make("Stream"), 0))
+        assert labels(resumed) == labels(plain)
 
 
 # --- torch's own iterators -------------------------------------------------------------------------------

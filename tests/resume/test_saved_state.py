@@ -33,7 +33,7 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Counting, Foreign, Keeps, Mute, Numbers
+from tests.resume.zoo import Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,8 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "wrap"), [(0, lambda data: data), (1, lambda data: {"progress": "begun", "state": data})]
+    ("num_workers", "wrap"),
+    [(0, lambda data: data), (1, lambda data: {"num_batches": 1, "has_ended": False, "state": data})],
 )
 def test_bytes_in_a_state_are_never_unpickled(num_workers: int, wrap: Any, tmp_path: Path) -> None:
     """A pickle in the place of a stream's state is refused, or is given to the dataset as the bytes it is."""
@@ -86,7 +87,7 @@ def test_a_stream_that_was_read_to_its_end_has_no_position(options: dict[str, An
     loader = make("Mute", **options)
     list(loader)
 
-    assert loader.state_dict()["dataset_states"] == [{"progress": "ended"}]
+    assert loader.state_dict()["dataset_states"] == [{"num_batches": 0, "has_ended": True}]
 
 
 def test_the_caller_may_change_a_state() -> None:
@@ -138,19 +139,17 @@ def ranked(num_ranks: int = 2, rank: int = 0, seed: int = 3) -> DataLoader:
 MISFITS: list[tuple[DataLoader, int, DataLoader, str]] = [
     (foreign(), 3, foreign(), r"for the first 3 batches.*attribute `generator`"),
     (make("in order"), 10, make("in order", dataset=Numbers(8)), "at least 10 batches, but .* now has 2"),
-    (make("in order"), 2, make("in order", batch_size=5), r"batch_size 4, .* has 5: give it 4"),
+    (make("in order"), 2, make("in order", batch_size=5), "for the first 2 batches"),
     (make("stateful"), 0, make("in order"), "has 'sampler', but this loader has no such"),
     (make("Mute"), 9, make("Mute", dataset=Mute(11)), "again, but it ended after 4"),
     (make("Mute", 2), 4, make("Mute", 1), "for each of 2 workers, but .* has 1"),
-    (make("Mute"), 4, make("Mute", batch_size=4), "batch_size 3, after 4 batches, but this loader has 4"),
-    (make("Counting", 1), 5, make("Counting", 2), "each of 1 .* has 2"),
+    (make("Mute"), 4, make("Mute", batch_size=4), "batch_size 3, but this loader has 4: give it 3"),
     (make("Stream"), 2, make("Mute"), "a Mute, has no state_dict"),
-    (make("MakesSamples"), 2, make("Mute"), r"iter\(dataset\) now returns a generator without one"),
+    (make("MakesSamples"), 2, make("Mute"), "a generator, has no state_dict"),
     (by_keys(list("abcd")), 1, by_keys(list("axcd")), "different indices"),
     (by_keys([object()] * 4), 1, by_keys([Ellipsis] * 4), "different indices"),
     (ranked(), 2, ranked(seed=4), "different indices for the first 2"),
-    (ranked(), 2, ranked(rank=1, seed=4), "seed of the sampler 3, .* has 4"),
-    (ranked(), 2, ranked(num_ranks=3), "number of ranks 2, .* has 3"),
+    (ranked(), 2, ranked(num_ranks=3), "different indices for the first 2"),
 ]
 
 
@@ -188,7 +187,7 @@ def test_addresses_in_the_texts_of_keys_do_not_count() -> None:
 def _states() -> list[Any]:
     """Loaders of all kinds, each with a state of one like it: before, within, at the end of an epoch."""
     kinds = ("shuffle, generator", "shuffle", "eager draws", "distributed", "sampler's own generator")
-    kinds += ("stateful", "Stream", "Mute", "Counting")
+    kinds += ("stateful", "Stream", "Mute")
     found = []
     for maker in (functools.partial(make, kind) for kind in kinds):
         for num_batches in ((), (0,), (2,), (99,), (99, 0), (99, 3)):  # of each epoch
@@ -275,8 +274,6 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
     num_more = real["_num_yielded"] - state["_num_yielded"] if path == ("_num_yielded",) else 0
     if num_more and len(found[0]) == len(expected[0]) + num_more:
         found[0] = found[0][num_more:]
-        # A dataset that counts its reads has read the batches that come again.
-        is_meant = is_meant or real["dataset_states"] is not None
     assert is_meant or found == expected
 
 
@@ -286,11 +283,11 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (3, {"kind": None}),
         (3, {"_num_yielded": 4}),
         (3, {"next_worker": 1}),
-        (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}),
+        (3, {"dataset_states": [{"num_batches": 2, "has_ended": False}]}),
         (3, {"base_seed": 5}),
         (3, {"samplers": {"sampler": {}}}),
         (99, {"generators": {}}),
-        (99, {"facts": {}}),
+        (99, {"batch_size": 1}),
         (99, {"epoch": "1"}),
         (99, {"checksum": None}),
         (99, {"version": 5.0}),
@@ -375,30 +372,3 @@ def test_a_sampler_s_own_error_changes_nothing() -> None:
         fresh.load_state_dict(state)
     assert "raised by the sampler when it got its part" in caught.value.__notes__[0]
     assert (*order_states(fresh), fresh.state_dict()) == before
-
-
-class HalfLoads(Counting):
-    """Its load_state_dict() has begun when it finds out that the state is not its own."""
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        super().load_state_dict({"reads": 0})
-        if state["reads"] == 50:
-            raise LookupError("not mine")
-        super().load_state_dict(state)
-
-
-def test_a_dataset_s_own_error_changes_nothing() -> None:
-    """Neither the dataset nor sampler and generator."""
-    loader = make("Counting", generator=seeded(), shuffle=True)
-    list(loader)
-    state = loader.state_dict()
-    fresh = DataLoader(HalfLoads(), 4, shuffle=True, generator=seeded(3))
-    list(fresh)
-    fresh.dataset.reads = 7
-    before = *order_states(fresh), fresh.state_dict()
-
-    with pytest.raises(LookupError, match="not mine"):
-        fresh.load_state_dict(state)
-    assert (*order_states(fresh), fresh.state_dict()) == before
-    assert fresh.dataset.reads == 7
-    fresh.close()

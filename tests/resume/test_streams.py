@@ -1,4 +1,4 @@
-"""Later epochs of a resumed stream: they are whole, whatever the stream makes of the state that it loads."""
+"""Later epochs of a resumed stream: they are whole, also those of a stream of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ def _number(sample: dict[str, int]) -> dict[str, int]:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    **{kind: getattr(zoo, kind) for kind in [*STREAMS, "StaysAt", "StaysAtItself", "Rounds"]},
-    "wraps one that stays": lambda: zoo.Wraps(zoo.StaysAt()),
+    **{kind: getattr(zoo, kind) for kind in [*STREAMS, "Rounds"]},
     "Hugging Face": _hugging_face,
     "Hugging Face, mapped": lambda: _hugging_face().map(_number),
-    "wraps Hugging Face": lambda: zoo.Wraps(_hugging_face()),
 }
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-ONE_OF_EACH = ("Mute", "Stream", "StaysAt", "Rounds", "Hugging Face")
+ONE_OF_EACH = ("Mute", "Stream", "Rounds", "Hugging Face")
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in KINDS),
     *((kind, PERSISTENT) for kind in ONE_OF_EACH),
-    *((kind, {"num_workers": 2}) for kind in ("Mute", "StaysAt")),  # a new copy for each epoch
+    *((kind, {"num_workers": 2}) for kind in ("Mute", "Hugging Face")),  # a new copy for each epoch
 ]
 
 
@@ -66,49 +64,3 @@ def test_epochs_after_a_resume_are_those_of_a_run_without_one(kind: str, options
             if num_batches == 3:
                 resumed.load_state_dict(state)
                 assert [labels(resumed) for _ in range(2)] == epochs[:2]
-
-
-def test_an_iterator_that_is_never_asked_forgets_nothing() -> None:
-    """What a stream was before it loaded the state is known until an epoch has shown where it begins."""
-    whole = labels(loader_of("StaysAt"))
-    loader = loader_of("StaysAt")
-    next(iter(loader))
-    resumed = loader_of("StaysAt")
-    resumed.load_state_dict(loader.state_dict())
-    for _ in range(2):
-        iter(resumed)
-
-    assert [labels(resumed) for _ in range(2)] == [whole[1:], whole]
-
-
-class _Fails(zoo.StaysAt):
-    """The sample of the number 4 cannot be read; the others can be, also after it."""
-
-    def __iter__(self) -> Any:
-        return map(self._checked, super().__iter__())
-
-    def _checked(self, sample: int) -> int:
-        if sample == 4:
-            raise KeyError(sample)
-        return sample
-
-
-def test_an_epoch_after_a_resume_at_a_sample_that_fails_is_whole() -> None:
-    """The sample after the position fails; the next epoch begins at its beginning, and not there."""
-
-    def epoch(iterator: Any) -> list[Any]:
-        taken: list[Any] = []
-        while True:
-            try:
-                taken += next(iterator)
-            except KeyError:
-                taken.append("failed")
-            except StopIteration:
-                return taken
-
-    whole = epoch(iter(DataLoader(_Fails(), 1, collate_fn=list)))
-    loader = DataLoader(_Fails(), 1, collate_fn=list)
-    list(itertools.islice(loader, 4))
-    resumed = DataLoader(_Fails(), 1, collate_fn=list)
-    resumed.load_state_dict(through_json(loader.state_dict()))
-    assert [epoch(iter(resumed)) for _ in range(3)] == [whole[4:], whole, whole]

@@ -1,4 +1,4 @@
-"""Samplers, streams with and without a state, also faulty ones, and datasets with a state; importable."""
+"""Samplers, streams with and without a state, also faulty ones; importable."""
 
 from __future__ import annotations
 
@@ -26,19 +26,6 @@ class Numbers:
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
         return torch.tensor([index, index * index])
-
-
-class Counting(Numbers):
-    """Gives the count of its reads, which is its state, with each index."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.cat([super().__getitem__(index), torch.tensor([self.reads])])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"reads": self.reads}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.reads = state["reads"]
 
 
 # --- samplers --------------------------------------------------------------------------------------------
@@ -104,20 +91,6 @@ class Stateful(Draws):
         if "round" not in state:
             raise KeyError("round")
         self.state = state
-
-
-class KnowsItsRank(Stateful):
-    """Splits the dataset; its state has the rank in it."""
-
-    num_replicas = 2
-    rank = property(lambda self: self.state["rank"])
-
-    def __init__(self, length: int, rank: int) -> None:
-        super().__init__(length)
-        self.state["rank"] = rank
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(super().__iter__(), self.rank, None, self.num_replicas)
 
 
 class Sharded(BatchSampler):
@@ -226,13 +199,6 @@ class StartsOver(Samples, Mute):
         return self
 
 
-class StartsLate(StartsOver):
-    """Another one, which cannot take its state before iter()."""
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        self.position = range(len(self.samples) + 1)[state["position"]]
-
-
 class ContinuesOnce(HasPosition, Mute):
     """A stream that is its own iterator, and needs its state before iter()."""
 
@@ -276,55 +242,6 @@ class Keeps(Stream):
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
         vars(self).update(state)
-
-
-class StaysAt(Mute):
-    """A stream that begins each of its epochs at the state that it loaded last, as Hugging Face's do."""
-
-    start = position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for position, sample in enumerate(share(self.length)[self.start :], start=self.start + 1):
-            self.position = position
-            yield sample
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["position"]
-
-
-class StaysAtItself(Samples, Mute):
-    """Another one, which is its own iterator."""
-
-    __init__ = Mute.__init__
-    start = 0
-
-    def __iter__(self) -> StaysAtItself:
-        self.samples, self.position = share(self.length), self.start
-        return self
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        self.start = self.position = state["position"]
-
-
-class Wraps(Mute):
-    """A stream of the samples of others, one after another, whose states are its own."""
-
-    def __init__(self, *parts: Any) -> None:
-        self.parts = list(parts)
-
-    def __iter__(self) -> Iterator[int]:
-        for part in self.parts:
-            yield from part
-
-    def state_dict(self) -> Any:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state: Any) -> None:
-        for part, its in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(its)
 
 
 class Rounds(HasPosition, Mute):

@@ -132,7 +132,6 @@ def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
         assert len(pickle.dumps(packed)) < 1024
         assert memory is not None
         assert memory.is_leased is isinstance(batch[0], torch.Tensor)
-        assert packed.nbytes <= 128  # of two tensors
         assert str(back) == str(batch)
 
 
