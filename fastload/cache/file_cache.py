@@ -68,10 +68,7 @@ class FileCache:
 
     def flush(self) -> bool:
         """Let others find what this process stored; False if another process commits to the disk now."""
-        if not isinstance(self.store, LmdbStore):
-            return True
-        self.store.flush(0.0)
-        return not self.store.has_pending
+        return not isinstance(self.store, LmdbStore) or self.store.flush(0.0)
 
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.

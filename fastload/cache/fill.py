@@ -213,7 +213,7 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     The default is no workers if starting them takes longer than it saves, or is not allowed.
     """
     if num_workers is not None:
-        return as_int("num_workers", num_workers)
+        return num_workers
     # A worker of torch's loader is a daemon process, which cannot have child processes.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
@@ -263,9 +263,11 @@ def _answers(
                         pipe.send(chunk)
                 yield answer
     finally:
-        for pipe, process in processes.items():
+        for process in processes.values():
             if process.pid is not None:
                 process.kill()  # nothing that they hold needs an orderly end, and a decoder can take long
+        for pipe, process in processes.items():
+            if process.pid is not None:
                 process.join()
             process.close()
             pipe.close()

@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import mmap
 import os
@@ -26,10 +25,9 @@ from fastload.cache import lmdb_file
 from fastload.cache.lmdb_file import RefusedError
 from fastload.cache.lmdb_store import LmdbStore, open_store
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
-from fastload.system.humanize import readable_size
 from fastload.system.linux import check_disk_caches
 from fastload.system.locks import is_lock_file_held, is_lock_file_held_here, lock_file
-from fastload.system.logs import log
+from fastload.system.logs import say_once
 from fastload.system.os_errors import write_errors_as
 from fastload.system.progress import Progress
 from fastload.system.ranks import are_several_ranks
@@ -44,7 +42,6 @@ NEW_BYTES = 2 * mmap.PAGESIZE  # of a file of LMDB that is empty, or whose first
 _LMDB_MAGIC = struct.pack("=I", 0xBEEFC0DE)
 _MAGIC_AT = 16  # behind the header of the first page
 _POLL_S = 0.2
-_LOG_POLLS = 50
 _sleep = time.sleep
 
 
@@ -210,7 +207,7 @@ def only_builder(path: str, *, wait: bool = False) -> Iterator[None]:
     """
     check_disk_caches(path)
     name = lock_name(path)
-    for attempt in itertools.count():
+    while True:
         with contextlib.ExitStack() as stack:
             with write_errors_as(CacheError, "the cache", path):
                 has_lock = stack.enter_context(lock_file(name))
@@ -221,14 +218,8 @@ def only_builder(path: str, *, wait: bool = False) -> Iterator[None]:
         busy = f"{path} is being built by {'another thread' if is_own else _holder(name)}"
         if is_own or not wait:
             raise CacheBusyError(f"{busy}: wait until it has finished")
-        if attempt % _LOG_POLLS == 0:
-            level = logging.INFO if attempt or are_several_ranks() else logging.WARNING
-            nbytes = 0
-            with contextlib.suppress(OSError):
-                nbytes = os.stat(path + PARTIAL).st_size
-            log.log(
-                level, "this process waits until it has finished: %s, %s so far", busy, readable_size(nbytes)
-            )
+        level = logging.INFO if are_several_ranks() else logging.WARNING
+        say_once(f"this process waits until it has finished: {busy}", level)
         _sleep(_POLL_S)
 
 

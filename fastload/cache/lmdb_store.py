@@ -231,20 +231,8 @@ class LmdbStore:
         with self._lock:
             if self._pending and time.monotonic() >= self._try_at_s:
                 self._commit()
-            return self._tried(lambda env: self._copied(env, key))  # type: ignore[no-any-return]
-
-    def _copied(self, env: Any, key: bytes) -> memoryview | None:
-        with env.begin(buffers=True) as txn:
-            value = (None if key in self._damaged else txn.get(key)) or self._pending.get(key)
-            if value is None:
-                return None
-            block = np.empty(len(value) + ALIGNMENT_BYTES, np.uint8)
-            start = (LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES
-            memory = block[start : start + len(value)]
-            memory[:] = np.frombuffer(value, np.uint8)
-            # The owner, too: else its views can be made writable.
-            block.flags.writeable = memory.flags.writeable = False
-            return memory.data
+            stored = None if key in self._damaged else self.lend([key], lambda found: _copy_of(found[0]))
+            return stored or _copy_of(self._pending.get(key))
 
     def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
         """Call a function with the records under some keys, which are valid until it returns."""
@@ -344,20 +332,17 @@ class LmdbStore:
                 _DAMAGE, f"{self.path} has damaged records, which are replaced: the disk may be failing"
             )
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether there is something to be committed."""
-        return bool(self._pending)
-
-    def flush(self, wait_s: float = WAIT_S) -> None:
-        """Commit what is pending, unless other processes do for longer than this waits."""
+    def flush(self, wait_s: float = WAIT_S) -> bool:
+        """Commit what is pending; False if other processes commit for longer than this waits."""
         until_s = time.monotonic() + wait_s
         while self._pending:
             with self._lock:
                 self._commit()
-            if self._pending and time.monotonic() >= until_s:
-                return
-            time.sleep(_POLL_S)  # without the lock
+            if self._pending:
+                if time.monotonic() >= until_s:
+                    return False
+                time.sleep(_POLL_S)  # without the lock
+        return True
 
     def _commit(self) -> bool:
         """Commit what is pending, if it is this process's turn now. The lock is held."""
@@ -572,6 +557,19 @@ class LmdbStore:
         if not self._told[what]:
             self._told[what] = 1
             log.warning("cache: %s", text)
+
+
+def _copy_of(record: bytes | memoryview | None) -> memoryview | None:
+    """A record in memory of its own, aligned as `records` says."""
+    if record is None:
+        return None
+    block = np.empty(len(record) + ALIGNMENT_BYTES, np.uint8)
+    start = (LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES
+    memory = block[start : start + len(record)]
+    memory[:] = np.frombuffer(record, np.uint8)
+    # The owner, too: else its views can be made writable.
+    block.flags.writeable = memory.flags.writeable = False
+    return memory.data
 
 
 def _file_at(path: str) -> tuple[int, int] | None:

@@ -51,8 +51,7 @@ class _Samples:
         pre_transform: Of the user.
         key: Of the user.
         source: The dataset after its deterministic part.
-        examples: Samples that were already read from the source, by index.
-        is_examined: Whether it is known that the samples are not random, and can be cached.
+        examples: Samples that were read from the source by `examine`, by index.
     """
 
     dataset: Any
@@ -60,7 +59,6 @@ class _Samples:
     key: str | None
     source: Any
     examples: dict[int, Any] = field(default_factory=dict)
-    is_examined: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -72,9 +70,8 @@ class _Samples:
 
     def examine(self) -> list[Any]:
         """Read a few samples, most of them twice, unless this was done before; see `probe`."""
-        if not self.is_examined and len(self):
+        if not self.examples and len(self):
             self.examples = probe(self.source)
-            self.is_examined = True
         return list(self.examples.values())
 
 

@@ -72,7 +72,7 @@ class Store(Protocol):
         """
         ...
 
-    def flush(self) -> None:
+    def flush(self) -> object:
         """Let others find all that was put."""
         ...
 
