@@ -25,10 +25,10 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (435, 420),
-    "epochs": (1490, 1050),
+    "loader errors version __init__ __main__": (432, 420),
+    "epochs": (1477, 1050),
     "workers": (1940, 1150),
-    "batch": (1149, 800),
+    "batch": (1146, 800),
     "cache": (4074, 2600),
     "readers": (1627, 1200),
     "images": (723, 600),

@@ -394,17 +394,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
-        is_pipe = is_data_pipe(self.dataset)
-        settings = {
-            shown_worker_type(self.worker_type): not pool_type_of(self.worker_type).uses_multiprocessing,
-            f"device={self.device!r}": is_pipe and self.device is not None,
-            "memory_format": is_pipe and self.memory_format is not None,
-            "batch_transform": is_pipe and self.batch_transform is not None,
-            f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
-        }
-        for setting, is_set in settings.items():
-            if is_set:
-                raise ValueError(f"{setting} does not work with torch's own iterator, used here: {reason}")
+        refused = ["worker_type", "max_worker_restarts"]
+        if is_data_pipe(self.dataset):
+            refused += ["device", "memory_format", "batch_transform"]
+        for name in refused:
+            if (value := getattr(self, name)) != default_options()[name]:
+                raise ValueError(
+                    f"{name}={value!r:.80} does not work with torch's own iterator, used here: {reason}"
+                )
 
     def _why_torch(self) -> str | None:
         """Why this loader must use torch's own iterator; None if it uses fastload's."""

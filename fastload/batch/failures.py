@@ -11,6 +11,7 @@ Rules of replacement (`on_error` of the loader):
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -259,20 +260,14 @@ def too_many_failures(
 
 
 def num_samples_of(loader: Any) -> int:
-    """How many samples an epoch of a loader reads, for `max_errors`.
+    """How many samples an epoch of a loader reads, for `max_errors`; 0 if no sample can fail.
 
-    Returns:
-        0 if no sample can fail. The number of samples of the dataset, if the sampler has no length, or if a
-        custom batch sampler does not say which sampler it uses.
+    Of a custom batch sampler, these are the dataset's: torch's loader has made the sampler beside it.
     """
-    if loader.on_error == "raise":
-        return 0
-    uses_sampler = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
-    for counted in (loader.sampler, loader.dataset) if uses_sampler else (loader.dataset,):
-        try:
-            return len(counted)
-        except Exception:  # noqa: BLE001  # a user's sampler can raise anything in len()
-            continue
+    if loader.on_error != "raise":
+        for counted in (loader.sampler, loader.dataset):
+            with contextlib.suppress(Exception):  # a user's sampler can raise anything in len()
+                return len(counted)
     return 0
 
 

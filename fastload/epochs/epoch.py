@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import types
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +25,7 @@ from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs.iterator import EpochIterator, raise_remote
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.system.notes import short_repr
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
 from fastload.workers.inline_pool import InlinePool
@@ -69,7 +68,6 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         # What `next` raises after an interruption closed this iterator, or after a worker's death, as in
         # torch.
         self._broken: type[Exception] | None = None
-        self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._is_drawn = False  # whether there are no more requests
         self._is_prefetched = False
         self._pool: Any = self._make_pool(loader, backend)
@@ -116,7 +114,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
 
     def _begin_epoch(self, loader: Any, first_iter: bool) -> None:
         self._is_prefetched = False
-        self._failed_sampler, self._is_drawn = "", False
+        self._is_drawn = False
         epoch, position = None, self.position
         if not first_iter and state_of(loader).has_set_epoch:
             epoch = position.epoch
@@ -151,10 +149,6 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
                 self._finish(each)
             return None
         except Exception as error:  # noqa: BLE001  # the caller raises it
-            if not self._is_inline and _is_finished_generator(
-                self.position.sampler_iter or self._sampler_iter
-            ):
-                self._failed_sampler = repr(error)
             return error
         worker = 0 if self._is_inline else self._schedule.assign()
         if worker is None:
@@ -265,11 +259,6 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
                 _raise(failure)
             if pending.reply.kind is not ReplyKind.ENDED:
                 return self._result(pending, pending.reply)
-        if self._failed_sampler:
-            raise BatchLostError(
-                f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
-                "after it are missing: start a new iterator"
-            )
         self._end()
         return None
 
@@ -365,8 +354,3 @@ def _wait_for_exit() -> None:
     """
     if not threading.main_thread().is_alive() and threading.current_thread().daemon:
         threading.Event().wait()
-
-
-def _is_finished_generator(indices: Any) -> bool:
-    """Whether asking for the next index would look like the end of the epoch."""
-    return isinstance(indices, types.GeneratorType) and indices.gi_frame is None

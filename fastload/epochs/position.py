@@ -78,7 +78,6 @@ class Position:
         ahead: The index, worker and dataset state of batches that were fetched and that the caller has not
             received: they are prefetched, or an error came instead of them.
         has_ended: Whether no batch is left to be fetched.
-        sampler_iter: The sampler's iterator in a resumed epoch, which `replay` can wrap.
         count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
     """
 
@@ -100,7 +99,6 @@ class Position:
     error: RemoteError | None = field(init=False, default=None)
     ahead: deque[tuple[Any, int, DatasetState | None]] = field(init=False, default_factory=deque)
     has_ended: bool = field(init=False, default=False)
-    sampler_iter: Iterator[Any] | None = field(init=False, default=None)
     count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
     # What `replay` goes on from, whether another rank saved it, and the user's state of torch's default
     # generator, which `replay` leaves unchanged.
@@ -140,7 +138,12 @@ class Position:
             self.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
         if loaded is not None and loaded.is_within_epoch:
             self._resume_at(loader, order, loaded)
-        elif loaded is not None and reason is None and _waited_for_next(loader, kind, loaded):
+        elif (
+            loaded is not None
+            and (reason, kind, loader.persistent_workers) == (None, "workers", True)
+            and loaded.kind in ("workers", "again")
+        ):
+            # Workers waited for this epoch when the state was saved: torch draws no base seed then.
             self.kind = "again"
             self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
         if kind != "local" and not loader.in_order:
@@ -256,7 +259,6 @@ class Position:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         if self.kind == "workers":
             indices = iter(index_sampler(loader))  # with workers, torch calls iter() twice
-        self.sampler_iter = indices
         self._skip(loader, indices, loaded)
         if self._default_state is not None:
             has_drawn = loaded.num_received or self.dataset_states is not None
@@ -425,17 +427,6 @@ def _crc_of(saved: Mapping[str, Any]) -> int:
         [state["num_batches"], state["has_ended"], sorted(state)] for state in states
     ]
     return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
-
-
-def _waited_for_next(loader: DataLoader[Any], kind: str, loaded: Position) -> bool:
-    """Whether workers waited for the next epoch when a finished one was saved: torch draws no base seed then.
-
-    Args:
-        loader: Whether its workers wait, too, matters as well.
-        kind: Of its new iterator.
-        loaded: The finished position.
-    """
-    return kind == "workers" and loader.persistent_workers and loaded.kind in ("workers", "again")
 
 
 def _checksum_with(index: Any, checksum: int) -> int:

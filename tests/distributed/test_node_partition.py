@@ -115,20 +115,14 @@ def state_in_epoch_1(num_batches: int) -> dict[str, Any]:
     return saver.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("num_nodes", "per_node", "differs"),
-    [
-        *((3, 2, "number of ranks 4, .* has 6"), (1, 2, "number of ranks 4, .* has 2")),
-        (4, 1, "number of nodes 2, .* has 4"),
-    ],
-)
-def test_another_number_of_nodes_begins_anew(num_nodes: int, per_node: int, differs: str) -> None:
-    """The state of a whole epoch loads anywhere; within an epoch, each rank says what differs."""
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(3, 2), (1, 2), (4, 1)])
+def test_another_number_of_nodes_begins_anew(num_nodes: int, per_node: int) -> None:
+    """The state of a whole epoch loads anywhere; within an epoch, the rank that saved it finds out."""
     ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
+    ranks[0].load_state_dict(state_in_epoch_1(2))
+    with pytest.raises(ResumeError, match=r"for the first 2 batches .* and number of ranks"):
+        numbers(ranks[0])
     for resumed in ranks:
-        resumed.load_state_dict(state_in_epoch_1(2))
-        with pytest.raises(ResumeError, match=differs):
-            numbers(resumed)
         resumed.load_state_dict(state_in_epoch_1(6))
         resumed.set_epoch(2)
     assert sorted(number for resumed in ranks for number in numbers(resumed)) == list(range(60))

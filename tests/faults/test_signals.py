@@ -216,31 +216,6 @@ def test_a_handler_that_raises_in_iter_leaves_nothing(kind: str, step: int, pret
     assert place > 50  # or the places were not found
 
 
-def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:
-    """A generator that was interrupted gives nothing more: the rest is missing, and an error says so."""
-    numbers: list[int] = []
-
-    def indices() -> Iterator[list[int]]:
-        for number in range(10):
-            if number == 7:
-                raise AlarmError
-            yield [2 * number, 2 * number + 1]
-
-    sampler: Any = type("Batches", (), {"__iter__": lambda self: indices()})()
-    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 20), batch_sampler=sampler, num_workers=1))
-
-    def collect() -> None:
-        numbers.extend(map(_value, iterator))
-
-    with pytest.raises(AlarmError):
-        collect()
-    with pytest.raises(fastload.errors.BatchLostError, match="an exception ended the sampler"):
-        collect()
-
-    assert numbers == sorted(numbers)
-    assert numbers[-1] == 12
-
-
 @pytest.mark.parametrize("prefetch_factor", [1, 2])
 def test_after_an_exception_in_the_sampler_it_is_asked_again(prefetch_factor: int) -> None:
     """Also if no request was left: the batches after it are not missing in silence."""
