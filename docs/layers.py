@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1477, 1050),
     "workers": (1940, 1150),
     "batch": (1146, 800),
-    "cache": (4074, 2600),
+    "cache": (4075, 2600),
     "readers": (1627, 1200),
     "images": (723, 600),
     "augmentation": (958, 800),

@@ -231,8 +231,20 @@ class LmdbStore:
         with self._lock:
             if self._pending and time.monotonic() >= self._try_at_s:
                 self._commit()
-            stored = None if key in self._damaged else self.lend([key], lambda found: _copy_of(found[0]))
-            return stored or _copy_of(self._pending.get(key))
+            return self._tried(lambda env: self._copied(env, key))  # type: ignore[no-any-return]
+
+    def _copied(self, env: Any, key: bytes) -> memoryview | None:
+        with env.begin(buffers=True) as txn:
+            value = (None if key in self._damaged else txn.get(key)) or self._pending.get(key)
+            if value is None:
+                return None
+            block = np.empty(len(value) + ALIGNMENT_BYTES, np.uint8)
+            start = (LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES
+            memory = block[start : start + len(value)]
+            memory[:] = np.frombuffer(value, np.uint8)
+            # The owner, too: else its views can be made writable.
+            block.flags.writeable = memory.flags.writeable = False
+            return memory.data
 
     def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
         """Call a function with the records under some keys, which are valid until it returns."""
@@ -557,19 +569,6 @@ class LmdbStore:
         if not self._told[what]:
             self._told[what] = 1
             log.warning("cache: %s", text)
-
-
-def _copy_of(record: bytes | memoryview | None) -> memoryview | None:
-    """A record in memory of its own, aligned as `records` says."""
-    if record is None:
-        return None
-    block = np.empty(len(record) + ALIGNMENT_BYTES, np.uint8)
-    start = (LMDB_PLACE - block.__array_interface__["data"][0]) % ALIGNMENT_BYTES
-    memory = block[start : start + len(record)]
-    memory[:] = np.frombuffer(record, np.uint8)
-    # The owner, too: else its views can be made writable.
-    block.flags.writeable = memory.flags.writeable = False
-    return memory.data
 
 
 def _file_at(path: str) -> tuple[int, int] | None:
