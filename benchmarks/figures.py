@@ -89,7 +89,7 @@ SHOWN = {
     "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
-MAX_FAILURES = 5  # that docs/how-it-works.md names
+MAX_FAILURES = 5  # that the page names
 MAX_ROWS = 8  # a question with more shows its ratios alone
 LEVEL = 1.05
 FIRST = ", the first epoch"
@@ -155,7 +155,7 @@ def tables() -> str:
             *lines,
             f"## gpu\n\n{on_a_gpu()}\n",
             "## compatibility\n",
-            f"[Tested releases](../docs/how-it-works.md#tested-releases) has the table.\n\n{tested()[1]}",
+            f"[Tested releases](../docs/index.md#tested-releases) has the table.\n\n{tested()[1]}",
         ]
     )
 
@@ -569,7 +569,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         },
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         DOCS / "profile.md": {"profiling": watching()},
-        DOCS / "how-it-works.md": {"tested": tested()[0]},
+        DOCS / "index.md": {"tested": tested()[0]},
         DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes(), "huge_pages": huge_pages()},
         DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
         DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
