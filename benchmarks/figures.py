@@ -26,16 +26,11 @@ SHOWN = {
         "Time of torch's loader / time of ours with only the import changed, on zero-cost datasets; above 1 "
         "fastload is faster."
     ),
-    "zero_cost_fresh": (
-        "Some kinds without workers, with each run of each loader in a process of its own, as in a script: "
-        "what torch's loader frees before teaches malloc to keep memory, for both."
-    ),
     "training": "Training steps per second of a small model on the same two cores.",
     "accuracy": (
         "The ImageNet recipe with a small network and pieces of photographs: losses and accuracies of three "
         "loaders with one seed."
     ),
-    "bare": "Two workers against two bare processes that only read, transform and store.",
     "peers": (
         "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
         "best rows of each loader; above 1 fastload is faster."
@@ -48,7 +43,6 @@ SHOWN = {
         "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
         "equal, bit for bit, except those of a CachedDataset."
     ),
-    "many_workers": "A dataset that waits without computing; the consumer's CPU is the limit.",
     "ray_workers": (
         "Ray's actors beside worker processes, for samples that cost nothing: the price of the transport. "
         "The nodes of the cluster share one machine, which other programs kept busy: only ratios count."
@@ -77,19 +71,13 @@ SHOWN = {
     "workers": (
         "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster."
     ),
-    "workers_free_threaded": (
-        "The same without the GIL. Compare the ratios, not the rates: this interpreter is a pre-release, "
-        "built without profile-guided optimization."
-    ),
     "reproducibility": "The added time per sample, and the time from resuming a loader to its next batch.",
     "profile_truth": (
         "Ten scripts whose limit is known: gains and memory that a profile predicts, divided by measured "
         "ones, and steps under `fastload.profile` against steps without it (above 1 is slower)."
     ),
-    "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
-    "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
-MAX_FAILURES = 5  # that docs/how-it-works.md names
+MAX_FAILURES = 5  # that the page names
 MAX_ROWS = 8  # a question with more shows its ratios alone
 LEVEL = 1.05
 FIRST = ", the first epoch"
@@ -153,9 +141,9 @@ def tables() -> str:
     return "\n".join(
         [
             *lines,
-            f"## gpu\n\n{on_a_gpu()}\n",
+            "## gpu\n\n[What was tested](../docs/guides/gpu.md#what-was-tested) has the table.\n",
             "## compatibility\n",
-            f"[Tested releases](../docs/how-it-works.md#tested-releases) has the table.\n\n{tested()[1]}",
+            f"[Tested releases](../docs/index.md#tested-releases) has the table.\n\n{tested()[1]}",
         ]
     )
 
@@ -217,7 +205,7 @@ def headline() -> str:
             "the same memory",
         ),
         "fastload, crop only": (
-            "with [`cache=None`](docs/guides/caching.md#decode-only-the-crop): only crops are decoded",
+            "the same, but [`cache=None`](docs/guides/caching.md#decode-only-the-crop): only crops decoded",
             "the extra `regions`",
         ),
     }
@@ -226,9 +214,11 @@ def headline() -> str:
         "|---|---:|---:|---|",
     ]
     for label, (change, price) in changes.items():
-        own, torch = steady[label]["figures"], steady[base]["figures"]
-        begins = ratio(first[base]["figures"], first[label]["figures"])
-        lines.append(f"| {change} | {range_of_rounds(torch, own, rounds)} | {begins:.1f} | {price} |")
+        later, begins = (
+            range_of_rounds(epochs[base]["figures"], epochs[label]["figures"], rounds)
+            for epochs in (steady, first)
+        )
+        lines.append(f"| {change} | {later} | {begins} | {price} |")
     remembered = {
         question["title"].removeprefix("ImageFolder, "): question["ratios"]['cache="ram" / torch']["value"]
         for question in folders["questions"]
@@ -245,8 +235,27 @@ def headline() -> str:
         f"the best of {rounds} rounds. For torchvision's `ImageFolder` with a random crop, `ToTensor` and "
         f'`Normalize`, `cache="ram"` is {small:.1f} times as fast as torch at 500 x 375 pixels and '
         f"{large:.1f} times at 2048 x 1536 (9.4 MB of memory each); with `Resize(256)` first, {resized:.1f} "
-        f"and {large_resized:.0f} times. "
+        f"and {large_resized:.0f} times. {beside_a_model()} "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
+    )
+
+
+def beside_a_model() -> str:
+    """What is left of it in a training, on both kinds of machines."""
+    training, gpu = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("training", "gpu"))
+    memory, photos = (
+        question["ratios"]["fastload, cached / torch"]["value"] for question in training["questions"]
+    )
+    runs = gpu["checks"]["resnet_50_from_a_cache"]["result"]["figures"]
+    pairs = zip(runs["fastload"], runs["torch"], strict=True)
+    gains = spread([own["images_per_s"] / torch["images_per_s"] for own, torch in pairs])
+    own, torch = ([run["wait_share"] for run in runs[name]] for name in ("fastload", "torch"))
+    where = f"{gpu['machine']['gpu']} with {gpu['machine']['cores']} cores"
+    return (
+        f"Beside a small model on the same cores, cached photographs give {photos:.1f} times as many steps "
+        f"as torch's loader, and arrays in memory {memory:.1f} times. ResNet-50 on an {where} waits "
+        f"{max(own):.2%} of the time, and {min(torch):.1%} to {max(torch):.1%} with torch's loader: {gains} "
+        "times as many steps."
     )
 
 
@@ -284,8 +293,17 @@ def peers() -> str:
     return (
         "Images a second for the same work, with two workers or threads, each loader configured as its own "
         f"documentation recommends ({where}; `make bench-peers`; "
-        "[more loaders, and small images](benchmarks/README.md#peers)):\n\n" + "\n".join(lines)
+        "[more loaders, and small images](benchmarks/README.md#peers)). At 32 x 32 without augmentation, "
+        f"FFCV is {ffcv():.1f} times as fast as fastload:\n\n" + "\n".join(lines)
     )
+
+
+def ffcv() -> float:
+    """How much faster FFCV is than fastload with small images that nothing augments."""
+    results = json.loads((RESULTS / "peers.json").read_text())
+    (small,) = (one for one in results["questions"] if one["title"].startswith("32 x 32 x 3 uint8"))
+    (ours,) = (one["value"] for label, one in small["ratios"].items() if "cached / FFCV" in label)
+    return 1 / float(ours)
 
 
 def tested() -> tuple[str, str]:
@@ -461,6 +479,8 @@ def unchanged_classes() -> str:
         ratios = [question["ratios"][f"{name} / torch"]["value"] for name in names]
         (first if question["title"].endswith(FIRST) else later)[title] = ratios
     for title, (only, ram, disk) in later.items():
+        if ", v2, " in title:
+            continue  # nearly those of v1
         begins = [f"{value:.2g}" for value in first[title][1:]] if title in first else ["", ""]
         lines.append(f"| {title} | {only:.2g} | {ram:.2g} | {begins[0]} | {disk:.2g} | {begins[1]} |")
     machine = results["machine"]
@@ -487,35 +507,6 @@ def watching() -> str:
         f"and the predicted memory {min(sizes):.2f} to {max(sizes):.2f}. Steps under the profile took "
         f"{statistics.median(figures):.2f} times as long ({min(figures):.2f} to {max(figures):.2f}; "
         "[details](../benchmarks/README.md#profile_truth))."
-    )
-
-
-def huge_pages() -> str:
-    """What huge pages bring a full cache, what they cost in the first epoch, and when this pays off."""
-    results = json.loads((RESULTS / "huge_pages.json").read_text())
-    rows = {
-        question["title"]: [row["median"] for row in question["rows"].values()]
-        for question in results["questions"]
-    }
-    lines = [
-        "| a batch of a full cache, processor time | 4 KiB | 2 MiB | price of a sample | pays off in |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for title, (small_us, huge_us) in rows.items():
-        batch = title.removesuffix(", full cache")
-        if batch != title:
-            first_us, first_huge_us = rows[f"{batch}, first epoch"]
-            price_us, samples = first_huge_us - first_us, int(batch.split()[0])
-            epochs = price_us * samples / (small_us - huge_us)
-            lines.append(
-                f"| {batch} | {digits(small_us)} us | {digits(huge_us)} us | {digits(price_us)} us "
-                f"| {epochs:.0f} epochs |"
-            )
-    machine = results["machine"]
-    return (
-        f"Without workers, on a virtual machine ({machine['cores']} cores, {machine['cpu']}, Linux "
-        f"{machine['kernel']}) that other programs kept busy "
-        "([details](../../benchmarks/README.md#huge_pages)):\n\n" + "\n".join(lines)
     )
 
 
@@ -569,8 +560,8 @@ def blocks() -> dict[Path, dict[str, str]]:
         },
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         DOCS / "profile.md": {"profiling": watching()},
-        DOCS / "how-it-works.md": {"tested": tested()[0]},
-        DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes(), "huge_pages": huge_pages()},
+        DOCS / "index.md": {"tested": tested()[0]},
+        DOCS / "guides" / "caching.md": {"any_dataset": unchanged_classes()},
         DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
         DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
         DOCS / "guides" / "recipes.md": {"small_images": small_images(), "remote": latencies()},

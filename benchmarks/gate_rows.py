@@ -249,7 +249,7 @@ def by_file(make_dataset: Callable[[str], Any], store: str, settings: Settings) 
 
 def start_of_epoch(settings: Settings) -> list[float]:
     """Epochs of 16 small batches, with new workers and with those of the epoch before."""
-    from startup import Blank
+    from workers import Blank
     from zero_cost import epochs_s
 
     figures = []

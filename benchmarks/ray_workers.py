@@ -25,12 +25,12 @@ import ray
 import torch
 import torch.utils.data
 from harness import RESULTS, Contender, report, save
-from many_workers import BATCH_SIZE, Waits
 from ray.cluster_utils import Cluster
 
 import fastload
 
 KB = 1000
+BATCH_SIZE, SAMPLE_VALUES = 8, 1024  # of batches that take time, and no CPU
 BATCH_KB = (10, 1_000, 10_000, 38_500)  # the last is 256 images of 224 x 224 x 3
 SECONDS = 4.0
 LINK_MB_PER_S = 25_000 / 8  # 25 Gbit/s
@@ -50,6 +50,20 @@ class Made(torch.utils.data.Dataset[torch.Tensor]):
 
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [torch.zeros(self.nbytes, dtype=torch.uint8)]
+
+
+class Waits(torch.utils.data.Dataset[torch.Tensor]):
+    """A batch takes its time, and no CPU: `(8, 1024) float32`."""
+
+    def __init__(self, num_batches: int, wait_s: float) -> None:
+        self.num_samples, self.wait_s = num_batches * BATCH_SIZE, wait_s
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(self.wait_s)
+        return [torch.zeros(SAMPLE_VALUES) for _ in indices]
 
 
 def start(num_nodes: int, num_cpus: int) -> Any:

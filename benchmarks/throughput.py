@@ -4,8 +4,7 @@ Question: with the data decoded already, how much faster are batches through fas
 torch's DataLoader, each at its best worker count, torch also in its documented bulk idiom?
 
 Held out: disk, JPEG decoding, the GPU. The consumer only takes the batches.
-Workers persist and one epoch is run before measuring, so no start-up is in these figures
-(benchmarks/startup.py has those).
+Workers persist and one epoch is run before measuring, so no start-up is in these figures.
 
 Command: python benchmarks/throughput.py [--only 224|32|uint8|float32] [--runs 7] [--save]
 """

@@ -6,8 +6,7 @@ Python that holds the GIL throughout. Each with 1 and 2 workers, persistent, one
 
 Command: python benchmarks/workers.py build/photos [--runs 5] [--save]   (`make photos` makes the folder)
 
-A free-threaded build of Python runs it without the GIL under PYTHON_GIL=0; its results have a file of their
-own. The question about albumentations is left out where albumentations is not installed.
+The question about albumentations is left out where albumentations is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import os
 from typing import Any
 
 import numpy as np
-from harness import best, contender, has_gil, interleave, report, save
+from harness import best, contender, interleave, report, save
 from torch.utils.data import Dataset, Subset
 
 import fastload
@@ -132,11 +131,7 @@ def main() -> None:
         question("pure Python, 1-2 ms a sample, batch 32", Python(), 32, args.runs),
     ]
     if args.save:
-        command = f"python benchmarks/workers.py build/photos --runs {args.runs} --save"
-        if has_gil():
-            save("workers", command, answers)
-        else:
-            save("workers_free_threaded", f"PYTHON_GIL=0 {command}", answers)
+        save("workers", f"python benchmarks/workers.py build/photos --runs {args.runs} --save", answers)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ the loader is left, which is the worst case for it. The consumer only takes the 
 except in the rows named "start", where an epoch has few batches and what begins and ends it is measured.
 `pin_memory=True` is emulated where there is no accelerator: pinning is a copy then.
 
-With --fresh, each run of each loader is a process of its own: what torch's loader teaches malloc by freeing
-its batches does not help ours then. A run is the median epoch of a second.
-
-Command: python benchmarks/zero_cost.py [--only TEXT ...] [--workers 0 1 2] [--runs 9] [--fresh] [--save]
+Command: python benchmarks/zero_cost.py [--only TEXT ...] [--workers 0 1 2] [--runs 9] [--save]
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ import argparse
 import contextlib
 import functools
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections import namedtuple
@@ -41,7 +36,6 @@ if TYPE_CHECKING:
 
 LEAST = 0.95
 RUN_S = 0.08  # how long a measured run of torch's takes at least
-FRESH_S = 1.0  # how long a process of its own measures
 
 Point = namedtuple("Point", ["features", "label"])
 
@@ -380,29 +374,6 @@ def make_loaders(row: Row, num_workers: int) -> list[Any]:
     ]
 
 
-def measure_alone(name: str, num_workers: int, side: int) -> None:
-    """Print the seconds of an epoch of one of the loaders; the only work of this process."""
-    row = next(row for row in rows() if row.name == name)
-    times: list[float] = []
-    with emulated_accelerator(row.pins):
-        loader = make_loaders(row, num_workers)[side]
-        epochs_s(loader, 2)
-        while sum(times) < FRESH_S or len(times) < 3:
-            times.append(epochs_s(loader, 1))
-    print(statistics.median(times))
-
-
-def compare_fresh(row: Row, num_workers: int, runs: int) -> tuple[list[float], list[float]]:
-    """Seconds of an epoch of both loaders, each run in a new process, in turn."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for run in range(runs):
-        for side in (0, 1) if run % 2 else (1, 0):
-            words = [sys.executable, __file__, "--alone", row.name, str(num_workers), str(side)]
-            ended = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-            times[side].append(float(ended.stdout))
-    return times
-
-
 def compare(row: Row, num_workers: int, runs: int) -> tuple[list[float], list[float]]:
     """Seconds of both loaders over the same number of epochs, in interleaved runs."""
     loaders = make_loaders(row, num_workers)
@@ -446,18 +417,11 @@ def emulated_accelerator(wanted: bool) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=[""], nargs="+", help="rows whose names hold one of these texts")
-    parser.add_argument("--fresh", action="store_true", help="a new process for each run of each loader")
-    parser.add_argument("--alone", nargs=3, help="a row, workers and a loader, in a process of its own")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/zero_cost.json, or zero_cost_fresh.json"
-    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/zero_cost.json")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of torch, about arrays that cannot be written to
-    if args.alone is not None:
-        measure_alone(args.alone[0], int(args.alone[1]), int(args.alone[2]))
-        return
     figures: dict[str, dict[str, Any]] = {}
     print(f"{'torch s / fastload s':46}" + "".join(f"{count:>9} w" for count in args.workers), flush=True)
     for row in rows():
@@ -466,7 +430,7 @@ def main() -> None:
         print(f"{row.name:46}", end="", flush=True)
         for num_workers in args.workers:
             with emulated_accelerator(row.pins):
-                theirs, ours = (compare_fresh if args.fresh else compare)(row, num_workers, args.runs)
+                theirs, ours = compare(row, num_workers, args.runs)
             ratio = statistics.median(theirs) / statistics.median(ours)
             figures[f"{row.name}, {num_workers} workers"] = {
                 "ratio": round(ratio, 3),
@@ -485,11 +449,8 @@ def main() -> None:
             "rows": figures,
             "ratios": ratios,
         }
-        workers = " ".join(map(str, args.workers))
         only = " --only " + " ".join(f'"{text}"' for text in args.only) if any(args.only) else ""
-        how = only + (f" --fresh --workers {workers}" if args.fresh else "")
-        name = "zero_cost_fresh" if args.fresh else "zero_cost"
-        save(name, f"python benchmarks/zero_cost.py --runs {args.runs}{how} --save", [question])
+        save("zero_cost", f"python benchmarks/zero_cost.py --runs {args.runs}{only} --save", [question])
 
 
 def summary(figures: dict[str, dict[str, Any]], workers: list[int]) -> dict[str, dict[str, float]]:

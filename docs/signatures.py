@@ -27,11 +27,14 @@ def _signature(function: Any) -> str:
 
 
 def _members(owner: type) -> list[tuple[str, Any]]:
-    """The public methods and properties that a class defines itself."""
+    """The public methods and properties that a class defines itself, without those of torch's classes."""
+    strangers = [base for base in owner.__mro__ if not base.__module__.startswith("fastload")]
     return [
         (name, value)
         for name, value in vars(owner).items()
-        if not name.startswith("_") and (callable(value) or isinstance(value, (property, classmethod)))
+        if not name.startswith("_")
+        and (callable(value) or isinstance(value, (property, classmethod)))
+        and not any(hasattr(base, name) for base in strangers)
     ]
 
 

@@ -24,10 +24,9 @@ except ImportError:
 
 
 class Photos(L.LightningDataModule):
-    """Four fifths of the images to train on, and one fifth to validate, each in a cache in RAM.
+    """Four fifths of the images to train on, and one fifth to validate, in caches that all ranks share.
 
-    The ranks of a host find the same caches by the files that they were made of. For a cache on disk, build
-    the file in `prepare_data`, which runs once per node, and open it here with `CachedDataset.from_cache`.
+    For a cache on disk, build the file in `prepare_data`, and open it here with `CachedDataset.from_cache`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,14 +37,10 @@ class Photos(L.LightningDataModule):
         """Runs on every rank."""
         photos = fastload.ImageFolder(self.folder, size=SIZE)
         numbers = range(len(photos))
-        self.train = fastload.CachedDataset(
-            Subset(photos, [number for number in numbers if number % 5]),
-            transform=A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)]),
-        )
-        self.validation = fastload.CachedDataset(
-            Subset(photos, [number for number in numbers if number % 5 == 0]),
-            transform=A.CenterCrop(80, 80),
-        )
+        train = Subset(photos, [number for number in numbers if number % 5])
+        crop = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])
+        self.train = fastload.CachedDataset(train, transform=crop)
+        self.validation = fastload.CachedDataset(Subset(photos, numbers[::5]), transform=A.CenterCrop(80, 80))
 
     def train_dataloader(self) -> fastload.DataLoader:
         """Lightning adds a DistributedSampler to it where there are several ranks."""
@@ -57,15 +52,14 @@ class Photos(L.LightningDataModule):
 
     def loader(self, dataset: fastload.CachedDataset, **arguments: Any) -> fastload.DataLoader:
         """The settings that both loaders share."""
+        normalize = fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
         return fastload.DataLoader(
             dataset,
             batch_size=8,
             num_workers=2,
             persistent_workers=True,
             device="auto",  # the GPU of this rank; give "cpu" if the Trainer has accelerator="cpu"
-            device_transform=fastload.transforms.Normalize(
-                mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
-            ),
+            device_transform=normalize,
             **arguments,
         )
 
@@ -83,20 +77,28 @@ class Classifier(L.LightningModule):
         return nn.functional.cross_entropy(self.model(images), labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Logs means over the epoch and over the ranks."""
+        """The mean over the epoch and over the ranks."""
         images, labels = batch
-        logits = self.model(images)
-        loss = nn.functional.cross_entropy(logits, labels)
-        accuracy = (logits.argmax(1) == labels).float().mean()
-        self.log_dict({"val_loss": loss, "val_accuracy": accuracy}, sync_dist=True)
+        accuracy = (self.model(images).argmax(1) == labels).float().mean()
+        self.log("val_accuracy", accuracy, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class LogStats(L.Callback):
+    """Logs what the loader counts."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """After each epoch: how long the loop waited for data, for example."""
+        figures = trainer.train_dataloader.stats(reset=True).as_dict()
+        module.log_dict({f"loader/{name}": float(value) for name, value in figures.items()})
+
+
 def fit(folder: Path) -> L.Trainer:
-    trainer = L.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = L.Trainer(max_epochs=2, callbacks=[LogStats()], **quiet)
     classes = fastload.ImageFolder(folder).classes
     trainer.fit(Classifier(len(classes)), datamodule=Photos(folder))
     return trainer
@@ -108,8 +110,9 @@ def fit(folder: Path) -> L.Trainer:
 def main() -> None:
     with photo_folder() as folder:
         trainer = fit(folder)
-        accuracy = trainer.callback_metrics["val_accuracy"]
-        print(f"lightning {L.__version__}: {trainer.global_step} steps, validation accuracy {accuracy:.0%}")
+        figures = trainer.callback_metrics
+        steps = f"{trainer.global_step} steps, {figures['loader/num_batches']:.0f} in the last epoch"
+        print(f"lightning {L.__version__}: {steps}, validation accuracy {figures['val_accuracy']:.0%}")
 
 
 if __name__ == "__main__":

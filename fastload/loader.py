@@ -145,9 +145,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
         cache: ``"ram"`` remembers the pixels of files that the dataset decodes, in memory that all processes
             of this user share; ``"ram:32G"`` takes at most so much, and ``"lmdb:PATH"`` remembers them on
-            disk, in the directory PATH, whose parent must exist. The dataset can be any, its code runs in
-            full on every access, and batches stay the same, bit for bit. None: what the environment variable
-            ``FASTLOAD_CACHE`` says, or nothing. ``FASTLOAD_CACHE=off`` overrides this argument.
+            disk, in the file PATH, whose folder must exist. The dataset can be any, its code runs in full on
+            every access, and batches stay the same, bit for bit. None stores nothing, unless the environment
+            variable ``FASTLOAD_CACHE`` names a cache. ``FASTLOAD_CACHE=off`` overrides this argument.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.

@@ -279,7 +279,7 @@ LAST_LINES = {
     "huggingface_datasets": r"datasets \S+: 24 of 24 rows are cached",
     "iterable": r"([01] workers: 24 of 24 images came once, short batches: 1\n){2}"
     r"2 workers: 24 of 24 images came once, short batches: 2",
-    "lightning_module": r"lightning \S+: 6 steps, validation accuracy \d+%",
+    "lightning_module": r"lightning \S+: 6 steps, 3 in the last epoch, validation accuracy \d+%",
     "lmdb_cache": r"24 of 24 images in the file are equal to the decoded ones",
     "mixup_cutmix": r"([1-9]|1\d|2[0-4]) of 24 images have a label of two classes\n"
     r"the same seed gives the same mixed labels",

@@ -103,8 +103,8 @@ class CachedDataset(Dataset[Any]):
             copy.
         cache: `"ram"`, `"ram:32G"` (with this `max_memory`), `"lmdb:PATH"` (built now if PATH does not exist,
             see `build`; if another process builds it, this one waits), or a cache object.
-            None stores nothing, and reads the dataset every time; of an ImageFolder's JPEGs, only the region
-            is decoded that a pipeline of albumentations begins by cropping (with the extra `regions`).
+            None stores nothing, and the dataset is read every time. (Of an ImageFolder's JPEGs, only the
+            region is decoded that a pipeline of albumentations begins by cropping, with the extra `regions`.)
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user

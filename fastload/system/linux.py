@@ -2,7 +2,7 @@
 
 Here: anonymous memory (memfd), handles of processes (pidfd), and what /proc says of processes. Locks on
 files are in `locks`, limits of containers in `limits`, sockets that carry descriptors in `workers.channel`.
-Without any of them, fastload works in a different way: docs/how-it-works.md has the table.
+Without any of them, fastload works in a different way: docs/index.md has the table.
 """
 
 from __future__ import annotations
