@@ -154,7 +154,8 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         if not before.miss_reasons[FULL]:
             log.warning("cache: %s", line)
     amounts = since.cache_hits, since.cache_misses, misses
-    why = reasons.complaint(type(dataset).__name__, *amounts, may_be_new=before.num_samples < max(1, size))
+    unread = max(1, size) - before.num_samples
+    why = reasons.complaint(type(dataset).__name__, *amounts, unread=unread, before=before.miss_reasons)
     if why is not None:
         say_once(f"cache: {why}")
 

@@ -19,6 +19,7 @@ from fastload.readers.decode_cache import (
 from fastload.readers.identity import SETTLED_REMOTE_S, SETTLED_S, Unknown
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
 
 _MEANINGS = {
@@ -67,7 +68,7 @@ def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
 
 
 def complaint(
-    name: str, hits: int, misses: int, reasons: Mapping[str, int], *, may_be_new: bool
+    name: str, hits: int, misses: int, reasons: Mapping[str, int], *, unread: int, before: Counter[str]
 ) -> str | None:
     """Why a cache does not serve half of what was read, without figures; None if it does, or soon will.
 
@@ -76,9 +77,12 @@ def complaint(
         hits: What was found.
         misses: What was decoded.
         reasons: Why.
-        may_be_new: Whether not all samples were read before.
+        unread: The number of samples that were not read before.
+        before: Why files were decoded before. What could not be stored then is stored when it is read again.
     """
-    pending = {NEW, LEARNING, Unknown.TOO_NEW.value} if may_be_new else set()
+    later = LEARNING, Unknown.TOO_NEW.value
+    pending = {NEW} if unread + sum(before[reason] for reason in later) > 0 else set()
+    pending.update(later if unread > 0 else ())
     lost = {reason: count for reason, count in reasons.items() if reason not in pending}
     uncompressed = reasons.get(UNCOMPRESSED, 0)
     if 2 * (sum(lost.values()) - uncompressed) < hits + misses - uncompressed:

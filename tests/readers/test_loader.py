@@ -25,6 +25,7 @@ from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
     FULL,
+    LEARNING,
     NEW,
     OTHER_FORMAT,
     SEVERAL_FRAMES,
@@ -410,6 +411,32 @@ def test_few_hits_are_told_once(folder: Path, complaints: Callable[[], list[str]
     assert "half or more of what Photos reads is not found" in told
     assert "changed a moment ago" in told
     loader.close()
+
+
+def test_what_was_read_while_the_loader_learnt_is_not_missed_later(
+    folder: Path, complaints: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80 images that are resized first, 64 are stored in the second epoch, which is no reason to warn."""
+    monkeypatch.setenv(VERIFY_VARIABLE, "0")
+    for number in range(80 - SIZE):
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(folder / f"more {number}.jpg")
+    with fastload.DataLoader(Resized(folder), 8, cache="ram") as loader:
+        for _ in range(3):
+            list(loader)
+        assert loader.stats().miss_reasons == {LEARNING: 64, NEW: 80}
+    assert not complaints()
+
+
+def test_files_that_were_new_are_not_missed_later(folder: Path, complaints: Callable[[], list[str]]) -> None:
+    """They are stored in the first epoch in which they have an identity, which is no reason to warn."""
+    with fastload.DataLoader(Bgr(folder), 4, cache="ram") as loader:
+        identity.SETTLED_S = 1e9
+        list(loader)
+        identity.SETTLED_S = 0.0
+        identity._file_systems.clear()
+        list(loader)
+        assert loader.stats().miss_reasons == {Unknown.TOO_NEW.value: SIZE, NEW: SIZE}
+    assert not complaints()
 
 
 class Pairs(Photos):
