@@ -13,7 +13,7 @@ from fastload.batch.source import inside_subsets
 from fastload.cache.ram.registry import put_back
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
-from fastload.readers.decode_cache import FULL
+from fastload.readers.reasons import FULL
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
 from fastload.system.logs import log, say_once
 from fastload.system.torch_private import is_data_pipe

@@ -20,7 +20,8 @@ from PIL import Image
 from tifffile import imread as imread_taken_before
 
 from fastload.readers import opencv
-from fastload.readers.decode_cache import UNCOMPRESSED, UNUSUAL, DecodeCache, inactive
+from fastload.readers.decode_cache import DecodeCache, inactive
+from fastload.readers.reasons import UNCOMPRESSED, UNUSUAL
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import check_three_rounds, outcome
 

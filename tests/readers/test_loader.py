@@ -23,16 +23,8 @@ from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.file_cache import forget_stores, store_of_process
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
-from fastload.readers.decode_cache import (
-    FULL,
-    LEARNING,
-    NEW,
-    OTHER_FORMAT,
-    SEVERAL_FRAMES,
-    UNUSUAL,
-    VERIFY_VARIABLE,
-)
-from fastload.readers.identity import Unknown
+from fastload.readers.decode_cache import VERIFY_VARIABLE
+from fastload.readers.reasons import LEARNING, NEW, TOO_NEW
 from fastload.readers.request import CACHE_VARIABLE
 from fastload.system.logs import say_once
 from tests.kit import torchs_own
@@ -435,7 +427,7 @@ def test_files_that_were_new_are_not_missed_later(folder: Path, complaints: Call
         identity.SETTLED_S = 0.0
         identity._file_systems.clear()
         list(loader)
-        assert loader.stats().miss_reasons == {Unknown.TOO_NEW.value: SIZE, NEW: SIZE}
+        assert loader.stats().miss_reasons == {TOO_NEW: SIZE, NEW: SIZE}
     assert not complaints()
 
 
@@ -573,8 +565,8 @@ class TestExplain:
         assert counts == f"so far: {SIZE - 3} found, {SIZE + 3} decoded"
         assert [line.split(":")[0].strip() for line in lines] == [
             f"{SIZE - 3} new",
-            *("2 in a format that is not remembered", "2 a later frame of several"),
-            "2 with a time in the future",
+            "4 in a format that is not remembered, or a later frame",
+            "2 changed a moment ago",
         ]
         assert "touch" in lines[-1]
 
@@ -610,7 +602,7 @@ class TestExplain:
         for _ in range(2):
             list(loader)
         assert len(calls) == 2 * SIZE
-        assert "not remembered: cv2.imread (replaced)" in loader.explain()
+        assert "replaced or held by other code, so not remembered: cv2.imread" in loader.explain()
 
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""
@@ -628,5 +620,5 @@ class TestExplain:
 
     def test_every_reason_has_a_meaning(self) -> None:
         """The reasons that readers count are those that explain() knows."""
-        names = {NEW, FULL, UNUSUAL, SEVERAL_FRAMES, OTHER_FORMAT, *(reason.value for reason in Unknown)}
+        names = {value for name, value in vars(reasons).items() if name[0].isupper() and type(value) is str}
         assert len(reasons.report(0, len(names), dict.fromkeys(names, 1))) == 1 + len(names)
