@@ -65,11 +65,12 @@ def remember(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         def ask(source: Any, /, *args: Any, **kwargs: Any) -> Any:
-            arguments = see(source), args, sorted(kwargs.items())
+            kind = type(source)
+            arguments = kind.__module__, kind.__qualname__, see(source), args, sorted(kwargs.items())
             return partial(identify, source), arguments, source if of == "path" else None
 
-        kind = f"remember {of} {_name_of(function)} {version!r}"
-        return functools.wraps(function)(remembering(kind, ask)(function))
+        name = f"remember {of} {_name_of(function)} {version!r}"
+        return functools.wraps(function)(remembering(name, ask)(function))
 
     return decorate
 
@@ -95,7 +96,7 @@ def _seen_of_path(source: Any) -> Any:
         raise TypeError
     text = os.fspath(source)
     folder = "" if os.path.isabs(text) else os.getcwd()
-    return _class_name(source), bytes(text) if isinstance(text, bytes) else str(text), folder
+    return bytes(text) if isinstance(text, bytes) else str(text), folder
 
 
 def _seen_of_bytes(source: Any) -> Any:
@@ -103,8 +104,4 @@ def _seen_of_bytes(source: Any) -> Any:
     if type(source) not in _BUFFERS:
         raise TypeError
     view = memoryview(source)
-    return _class_name(source), view.format, view.shape, view.strides, view.readonly
-
-
-def _class_name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return view.format, view.shape, view.strides, view.readonly
