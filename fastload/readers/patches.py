@@ -77,9 +77,9 @@ class Patch:
     def wrapper(self) -> Any:
         """What takes its place."""
         wrapper = self._wrap(self.original)
-        if self._is_module:
-            return _Function(wrapper, self.original)
-        return _Method(functools.wraps(self.original)(wrapper), self.original, self._is_for)
+        if isinstance(self.owner, type):
+            return _Method(functools.wraps(self.original)(wrapper), self.original, self._is_for)
+        return _Function(wrapper, self.original)
 
     @property
     def is_left_alone(self) -> bool:

@@ -358,7 +358,8 @@ def test_torchvision_is_met_at_its_operators(
 
     monkeypatch.setattr("torchvision.io.image._assert_has_image_ops", lambda: None)
     operators = _Operators()
-    met = [patch for patch in torchvision_io.patches() if patch.name == "decode_image"]
+    operator = torch.ops.image.decode_image
+    met = [patch for patch in torchvision_io.patches() if patch.owner is operator]
     assert len(met) == 1
     data = torch.from_numpy(np.fromfile(folder / "photo.jpg", np.uint8))
     expected = {mode: decode_image(data, mode) for mode in ("RGB", "GRAY")}
