@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (1940, 1150),
     "batch": (1146, 800),
     "cache": (4075, 2600),
-    "readers": (1475, 1200),
+    "readers": (1476, 1200),
     "images": (723, 600),
     "augmentation": (958, 800),
     "nested": (689, 620),

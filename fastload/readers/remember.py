@@ -66,7 +66,8 @@ def remember(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         def ask(source: Any, /, *args: Any, **kwargs: Any) -> Any:
             kind = type(source)
-            arguments = kind.__module__, kind.__qualname__, see(source), args, sorted(kwargs.items())
+            seen = kind.__module__, kind.__qualname__, *see(source)
+            arguments = seen, args, sorted(kwargs.items())
             return partial(identify, source), arguments, source if of == "path" else None
 
         name = f"remember {of} {_name_of(function)} {version!r}"
