@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fastload.readers import patches
-from fastload.readers.patch import Patch
+from fastload.readers.patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,12 +34,12 @@ from fastload.readers.identity import (
     AS_FILE,
     MAX_FILE_BYTES,
     Identity,
-    Unknown,
     digest,
     hash_of,
     identify_descriptor,
     is_plain,
 )
+from fastload.readers.reasons import NOT_A_FILE, TOO_LARGE, TOO_NEW
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -136,7 +136,7 @@ class DecodedFiles:
             return False
         return self.store.put(key, parts)
 
-    def known_as(self, identity: Identity, source: Any) -> Identity | Unknown:
+    def known_as(self, identity: Identity, source: Any) -> Identity | str:
         """The identity by which a file is known in the store: by content if the store outlives this system.
 
         Args:
@@ -153,16 +153,16 @@ class DecodedFiles:
             fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 same = identify_descriptor(fd) == identity
-                return self._known_as(identity, fd) if same else Unknown.TOO_NEW
+                return self._known_as(identity, fd) if same else TOO_NEW
             finally:
                 os.close(fd)
         except (OSError, ValueError, TypeError):  # it was deleted or closed just now
-            return Unknown.UNREADABLE
+            return NOT_A_FILE
 
-    def _known_as(self, identity: Identity, fd: int) -> Identity | Unknown:
+    def _known_as(self, identity: Identity, fd: int) -> Identity | str:
         size = identity.parts[2]
         if int(size) > MAX_FILE_BYTES:
-            return Unknown.TOO_LARGE
+            return TOO_LARGE
         memo = digest(*identity.parts) or b""  # of plain values, so there is one
         content = self._hashed.get(memo)
         if content is None:
@@ -172,7 +172,7 @@ class DecodedFiles:
             if not isinstance(content, bytes):
                 content = hash_of(fd)
                 if identify_descriptor(fd) != identity:
-                    return Unknown.TOO_NEW
+                    return TOO_NEW
                 self._put(key, content)
             if len(self._hashed) >= _MAX_HASHED:
                 self._hashed.clear()

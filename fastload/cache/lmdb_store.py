@@ -57,8 +57,8 @@ from fastload.cache.lmdb_file import (
 )
 from fastload.cache.records import ALIGNMENT_BYTES, LMDB_PLACE
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import file_system_of, is_local
+from fastload.readers.reasons import NO_SPACE
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import resource

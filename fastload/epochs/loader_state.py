@@ -13,7 +13,7 @@ from fastload.batch.source import inside_subsets
 from fastload.cache.ram.registry import put_back
 from fastload.epochs.stats import Counts, Recorder
 from fastload.readers import reasons
-from fastload.readers.decode_cache import FULL
+from fastload.readers.reasons import FULL
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
 from fastload.system.logs import log, say_once
 from fastload.system.torch_private import is_data_pipe
@@ -154,7 +154,8 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         if not before.miss_reasons[FULL]:
             log.warning("cache: %s", line)
     amounts = since.cache_hits, since.cache_misses, misses
-    why = reasons.complaint(type(dataset).__name__, *amounts, may_be_new=before.num_samples < max(1, size))
+    unread = max(1, size) - before.num_samples
+    why = reasons.complaint(type(dataset).__name__, *amounts, unread=unread, before=before.miss_reasons)
     if why is not None:
         say_once(f"cache: {why}")
 

@@ -6,16 +6,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fastload.readers import patches
-from fastload.readers.decode_cache import LEARNING, UNCOMPRESSED, DecodeCache, activate
-from fastload.readers.identity import Unknown
+from fastload.readers.decode_cache import DecodeCache, activate
+from fastload.readers.reasons import FULL, LEARNING, TOO_NEW, UNCOMPRESSED
 from fastload.readers.resizes import Resizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.readers.identity import Identity
+
 
 class _Nothing:
     """A store without room."""
+
+    full_reason = FULL
 
     def get(self, key: bytes) -> None:
         """Nothing."""
@@ -27,6 +31,10 @@ class _Nothing:
     def has_room(self, nbytes: int) -> bool:
         """It has none."""
         return False
+
+    def known_as(self, identity: Identity, source: Any) -> Identity:
+        """The same."""
+        return identity
 
 
 class _Resizes(Resizes):
@@ -82,6 +90,6 @@ class Counter(DecodeCache):
         self._counts[0] += 1
         self._counts[1] += type(note) is tuple and type(note[0]) is bytes  # a result, with its key
 
-    def missed(self, reason: Unknown | str) -> None:
+    def missed(self, reason: str) -> None:
         """Count a file that would not be kept."""
-        self._counts[2] += reason not in (LEARNING, UNCOMPRESSED, Unknown.TOO_NEW)
+        self._counts[2] += reason not in (LEARNING, UNCOMPRESSED, TOO_NEW)

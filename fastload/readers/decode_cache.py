@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers.identity import Identity, Unknown, digest
+from fastload.readers import reasons
+from fastload.readers.identity import Identity, digest
 from fastload.readers.resizes import Resizes
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
@@ -34,16 +35,7 @@ if TYPE_CHECKING:
 
 VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
-NEW = "new"
-FULL = "no memory left for it"
-NO_SPACE = "no space for it on the disk, or no right to write there"
-UNUSUAL = "with a result or arguments that the cache does not know"
-SEVERAL_FRAMES = "a later frame of several"
-OTHER_FORMAT = "in a format that is not remembered"
-UNSTEADY = "decoded to other pixels each time"
-LEARNING = "resized first, which may not repeat"
-UNCOMPRESSED = "uncompressed, or spread over several files"
-_SOME_UNSTEADY = digest(UNSTEADY) or b""
+_SOME_UNSTEADY = digest(reasons.UNSTEADY) or b""
 
 
 C = TypeVar("C", "DecodeCache", None)
@@ -62,11 +54,12 @@ class Stored(NamedTuple):
 
 
 class DecodeStore(Protocol):
-    """Keeps arrays under keys of 16 bytes; processes and threads share it.
+    """Keeps arrays under keys of 16 bytes; processes and threads share it."""
 
-    A store that outlives this machine has a method ``known_as(identity, source)``, too, and its own
-    `full_reason`; see `DecodedFiles`.
-    """
+    @property
+    def full_reason(self) -> str:
+        """Why it does not keep what it has no room for; one of `reasons`."""
+        ...
 
     def get(self, key: bytes) -> Stored | None:
         """What is stored under a key, if anything."""
@@ -78,6 +71,15 @@ class DecodeStore(Protocol):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether it is worth preparing an array of this size for `put`."""
+        ...
+
+    def known_as(self, identity: Identity, source: Any) -> Identity | str:
+        """The identity that belongs into the key of some bytes: one that lasts as long as the store.
+
+        Args:
+            identity: That of the source now.
+            source: The path, or the file object; None for an identity of content.
+        """
         ...
 
 
@@ -92,7 +94,6 @@ class DecodeCache:
     Attributes:
         store: As given.
         resizes: As given.
-        full_reason: Why the store does not keep what it has no room for.
     """
 
     def __init__(
@@ -100,10 +101,6 @@ class DecodeCache:
     ) -> None:
         self.store = store
         self.resizes = resizes or Resizes()
-        self.full_reason: str = getattr(store, "full_reason", FULL)
-        self._known_as: Callable[[Identity, Any], Identity | Unknown] | None = getattr(
-            store, "known_as", None
-        )
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
         self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks
@@ -121,47 +118,37 @@ class DecodeCache:
 
     def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> None:
         """Store what was decoded; the array is copied. Counts a miss."""
-        self.missed(NEW if self.store.put(key, array, note) else self.full_reason)
+        self.missed(reasons.NEW if self.store.put(key, array, note) else self.store.full_reason)
 
     def keep_made(self, key: bytes, nbytes: int, make: Callable[[], Any], note: Any = None) -> None:
         """Store ``nbytes`` that ``make`` returns, which is called only if there is room for them."""
         if self.store.has_room(nbytes):
             self.keep(key, make(), note)
         else:
-            self.missed(self.full_reason)
+            self.missed(self.store.full_reason)
 
-    def missed(self, reason: Unknown | str) -> None:
+    def missed(self, reason: str) -> None:
         """Count that something was decoded and not stored."""
         cache_counts.misses += 1
-        cache_counts.reasons[reason.value if isinstance(reason, Unknown) else reason] += 1
-
-    def known_as(self, identity: Identity | Unknown, source: Any) -> Identity | Unknown:
-        """What belongs into the key of some bytes: their identity, in a form that lasts as long as the store.
-
-        Args:
-            identity: That of the source now.
-            source: The path, or the file object; of no use to an identity of content.
-        """
-        if self._known_as is None or isinstance(identity, Unknown):
-            return identity
-        return self._known_as(identity, source)
+        cache_counts.reasons[reason] += 1
 
     def is_unsteady(self, key: bytes) -> bool:
         """Whether the decoder has returned other pixels for this key; counts a miss then."""
-        if not self._some_unsteady[0] or self.store.get(digest(UNSTEADY, key) or b"") is None:
+        if not self._some_unsteady[0] or self.store.get(digest(reasons.UNSTEADY, key) or b"") is None:
             return False
-        self.missed(UNSTEADY)
+        self.missed(reasons.UNSTEADY)
         return True
 
-    def differs(self, key: bytes, error: DecodeMismatchError) -> None:
+    def differs(self, key: bytes, where: Any) -> None:
         """Let a file be decoded each time from now on, and warn.
 
         Raises:
-            DecodeMismatchError: As given, if all hits are compared, as tests do.
+            DecodeMismatchError: All hits are compared, as in tests.
         """
+        error = DecodeMismatchError(where)
         if self._verify_share >= 1:
             raise error
-        for marker in (digest(UNSTEADY, key) or b"", _SOME_UNSTEADY):
+        for marker in (digest(reasons.UNSTEADY, key) or b"", _SOME_UNSTEADY):
             self.store.put(marker, np.zeros(1, np.uint8), None)
         self._some_unsteady[0] = 1
         say_once(f"cache: {error}. From now on it is decoded each time")
@@ -178,12 +165,10 @@ class DecodeCache:
     def array(
         self,
         kind: str,
-        identify: Callable[[], Identity | Unknown],
+        identify: Callable[[], Identity | str],
         arguments: tuple[Any, ...],
-        decode: Callable[[], Any],
-        *,
-        where: Any,
         source: Any,
+        decode: Callable[[], Any],
     ) -> Any:
         """What ``decode`` returns, with memory of its own that the caller can write to.
 
@@ -191,58 +176,84 @@ class DecodeCache:
             kind: The function, and the versions of the libraries that its result depends on.
             identify: Called before and after decoding.
             arguments: All that decides the result beside the bytes.
+            source: The path, or the file object; None for bytes in memory.
             decode: The library's own function.
-            where: The path or other source, for errors.
-            source: As for `known_as`; a store on disk finds no file without it.
         """
         # Here: it imports torch, which the commands that manage caches do not need.
         from fastload.readers.results import pack, unpack
 
         identity = identify()
-        known = self.known_as(identity, source)
-        key = None if isinstance(known, Unknown) else digest("result", kind, known.parts, arguments)
+        known = identity if isinstance(identity, str) else self.store.known_as(identity, source)
+        key = None if isinstance(known, str) else digest("result", kind, known.parts, arguments)
         if key is None:
-            self.missed(known if isinstance(known, Unknown) else UNUSUAL)
+            self.missed(known if isinstance(known, str) else reasons.UNUSUAL)
             return decode()
         if self.is_unsteady(key):
             return decode()
         stored = self.find(key)
-        if stored is not None:
-            if self.is_verification_due():
-                result = decode()
-                packed = pack(result)
-                try:
-                    if packed is None or repr(packed[1]) != repr(stored.note):  # NaN equals itself
-                        raise DecodeMismatchError(where)
-                    self.verify(stored.array, packed[0], where)
-                except DecodeMismatchError as error:
-                    if identify() == identity:  # else the file was replaced just now
-                        self.differs(key, error)
-                    return result
+        if stored is not None and not self.is_verification_due():
             return unpack(stored.array, stored.note)
         result = decode()
         packed = pack(result)
-        if packed is None:
-            self.missed(UNUSUAL)
+        if stored is not None:
+            # The representations of notes, because NaN does not equal itself.
+            is_same = packed and repr(packed[1]) == repr(stored.note) and is_equal(stored.array, packed[0])
+            if not is_same and identify() == identity:  # else the file was replaced just now
+                where = getattr(source, "name", source) if hasattr(source, "read") else source
+                self.differs(key, kind if source is None else where)
+        elif packed is None:
+            self.missed(reasons.UNUSUAL)
         elif identify() != identity:
-            self.missed(Unknown.TOO_NEW)
+            self.missed(reasons.TOO_NEW)
         else:
             self.keep(key, *packed)
         return result
 
-    def verify(self, stored: npt.NDArray[Any], decoded: Any, where: Any) -> None:
-        """Compare what is stored with what was just decoded.
 
-        Raises:
-            DecodeMismatchError: They differ.
-        """
-        if not (
-            type(decoded) is np.ndarray
-            and decoded.dtype == stored.dtype
-            and decoded.shape == stored.shape
-            and decoded.tobytes() == stored.tobytes()  # NaN equals itself, and arrays have any layout
-        ):
-            raise DecodeMismatchError(where)
+def is_equal(stored: npt.NDArray[Any], decoded: Any) -> bool:
+    """Whether what is stored is what was just decoded."""
+    return (
+        type(decoded) is np.ndarray
+        and decoded.dtype == stored.dtype
+        and decoded.shape == stored.shape
+        and decoded.tobytes() == stored.tobytes()  # NaN equals itself, and arrays have any layout
+    )
+
+
+def remembering(kind: str, ask: Callable[..., Any]) -> Callable[[Any], Callable[..., Any]]:
+    """What makes the wrapper of a function whose results are remembered.
+
+    Args:
+        kind: As for `DecodeCache.array`.
+        ask: Called with the arguments of a call; returns what `array` gets: ``identify``, ``arguments`` and
+            ``source``; or the reason why the result is not remembered; None if that is not to be counted.
+            Arguments that it does not know can raise.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cache = current()
+            if cache is None:
+                return original(*args, **kwargs)
+            try:
+                asked = ask(*args, **kwargs)
+            except (TypeError, ValueError, BufferError):
+                asked = reasons.UNUSUAL
+
+            def decode() -> Any:
+                with inactive():
+                    return original(*args, **kwargs)
+
+            if type(asked) is tuple:
+                identify, arguments, source = asked
+                return cache.array(kind, identify, arguments, source, decode)
+            if asked is not None:
+                cache.missed(asked)
+            return decode()
+
+        return call
+
+    return wrap
 
 
 class _Thread(threading.local):

@@ -8,18 +8,17 @@ Rules:
 2. A descriptor identifies an object only if the object reads that very file: exactly one of `FILES`, or an
    `io.BufferedReader` over one. The `fileno()` of a member of an archive, of a gzip file or of a spooled file
    is that of a different file.
-3. A file that changed a moment ago has no identity, because its times could stay equal at the next change. A
-   time in the future never becomes old enough.
+3. A file that changed a moment ago, or has a time in the future, has no identity, because its times could
+   stay equal at the next change.
 4. Times that were chosen by whoever made a disk image prove nothing: those in whole seconds, on a read-only
    mount or on a file system with finer times. Such a file is known by its content, which a process hashes
    once for each mount (proc(5) numbers them).
 5. What a file object gives is its file only if it has buffered nothing older (`is_fresh`).
-6. Asking never raises and changes nothing: what cannot be identified gives the reason.
+6. Asking never raises and changes nothing: what cannot be identified gives the reason, one of `reasons`.
 """
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import io
 import operator
@@ -29,6 +28,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastload.readers.reasons import NOT_A_FILE, TOO_LARGE, TOO_NEW
 from fastload.system.limits import read_text
 
 if TYPE_CHECKING:
@@ -70,17 +70,6 @@ _facts: Callable[[os.stat_result], Facts] = operator.attrgetter(
 )
 
 
-class Unknown(enum.Enum):
-    """Why some bytes have no identity; the value is the reason in a report."""
-
-    TOO_NEW = "changed a moment ago"
-    IN_THE_FUTURE = "with a time in the future"
-    NOT_A_FILE = "not read from a plain file"
-    HELD = "of a file object that was read before"
-    UNREADABLE = "could not be asked"
-    TOO_LARGE = "of a file larger than 1 GiB, which is too large to be hashed"
-
-
 class _FileSystem(NamedTuple):
     has_lasting_inodes: bool
     settled_s: float  # how long a file must have been unchanged
@@ -94,14 +83,14 @@ _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _MAX_DEPTH = 32  # of containers, which can contain themselves
 
 
-def identify_path(path: Any) -> Identity | Unknown:
+def identify_path(path: Any) -> Identity | str:
     """The identity of the file at a path now; ask again after reading, because the path can be switched."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        return Unknown.NOT_A_FILE
+        return NOT_A_FILE
     try:
         facts = _facts(os.stat(path))
         if not stat.S_ISREG(facts[-1]):
-            return Unknown.NOT_A_FILE
+            return NOT_A_FILE
         file_system = _file_systems.get(facts[0])
         is_quick = file_system is not None and file_system.has_lasting_inodes and facts[4] % _SECOND_NS
         if file_system is None or not is_quick or _is_old(file_system):
@@ -112,21 +101,21 @@ def identify_path(path: Any) -> Identity | Unknown:
                 os.close(descriptor)
         return _identity_of(facts, file_system, "")
     except (OSError, ValueError):  # deleted, forbidden, or not a path
-        return Unknown.UNREADABLE
+        return NOT_A_FILE
 
 
-def identify_stream(stream: Any) -> Identity | Unknown:
+def identify_stream(stream: Any) -> Identity | str:
     """The identity of the file that a Python file object reads, wherever its position is."""
     facts = facts_of_stream(stream)
-    return facts if isinstance(facts, Unknown) else identify_facts(facts, stream.fileno())
+    return facts if isinstance(facts, str) else identify_facts(facts, stream.fileno())
 
 
-def identify_descriptor(descriptor: int) -> Identity | Unknown:
+def identify_descriptor(descriptor: int) -> Identity | str:
     """The identity of an open file."""
     try:
         return identify_facts(facts_of(descriptor), descriptor)
     except OSError:
-        return Unknown.UNREADABLE
+        return NOT_A_FILE
 
 
 def facts_of(descriptor: int) -> Facts:
@@ -134,15 +123,15 @@ def facts_of(descriptor: int) -> Facts:
     return _facts(os.fstat(descriptor))
 
 
-def facts_of_stream(stream: Any) -> Facts | Unknown:
+def facts_of_stream(stream: Any) -> Facts | str:
     """What the system says of the file that a Python file object reads: quick, to see whether it changes."""
     raw = stream.raw if type(stream) is io.BufferedReader else stream
     if type(raw) not in FILES:
-        return Unknown.NOT_A_FILE
+        return NOT_A_FILE
     try:
         return facts_of(raw.fileno())
     except (OSError, ValueError):  # it is closed
-        return Unknown.UNREADABLE
+        return NOT_A_FILE
 
 
 def is_fresh(stream: Any) -> bool:
@@ -156,22 +145,22 @@ def is_fresh(stream: Any) -> bool:
         return False
 
 
-def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
+def identify_facts(facts: Facts, descriptor: int) -> Identity | str:
     """The identity of an open file, of which the system says these facts."""
     device, *_, mode = facts
     if not stat.S_ISREG(mode):
-        return Unknown.NOT_A_FILE
+        return NOT_A_FILE
     try:
         file_system = _file_systems.get(device)
         if file_system is None or _is_old(file_system):
             file_system = _file_systems[device] = _file_system_of(descriptor)
         path = "" if file_system.has_lasting_inodes else os.readlink(f"/proc/self/fd/{descriptor}")
         identity = _identity_of(facts, file_system, path)
-        if isinstance(identity, Unknown) or _has_own_times(facts[4], file_system):
+        if isinstance(identity, str) or _has_own_times(facts[4], file_system):
             return identity
         return _by_content(identity, file_system.mount, descriptor)
     except OSError:
-        return Unknown.UNREADABLE
+        return NOT_A_FILE
 
 
 def _has_own_times(ctime_ns: int, file_system: _FileSystem) -> bool:
@@ -180,9 +169,9 @@ def _has_own_times(ctime_ns: int, file_system: _FileSystem) -> bool:
     return ctime_ns % _SECOND_NS > 0 or (bool(mount) and "ro" not in mount.split()[-1].split(","))
 
 
-def _by_content(identity: Identity, mount: str, descriptor: int) -> Identity | Unknown:
+def _by_content(identity: Identity, mount: str, descriptor: int) -> Identity | str:
     if int(identity.parts[2]) > MAX_FILE_BYTES:
-        return Unknown.TOO_LARGE
+        return TOO_LARGE
     if (identity, mount) not in _contents:
         _contents[identity, mount] = hash_of(descriptor)
     return Identity((_contents[identity, mount], identity.parts[2], AS_FILE))
@@ -204,15 +193,15 @@ def hash_of(descriptor: int) -> bytes:
     return sha256.digest()
 
 
-def identify_content(buffer: Any) -> Identity | Unknown:
+def identify_content(buffer: Any) -> Identity | str:
     """The identity of the bytes in a contiguous buffer: their SHA-256, on every processor."""
     try:
         with memoryview(buffer) as view, view.cast("B") as content:
             if "O" in view.format:  # addresses of objects
-                return Unknown.NOT_A_FILE
+                return NOT_A_FILE
             return Identity((hashlib.sha256(content).digest(), content.nbytes))
     except (TypeError, ValueError, BufferError):
-        return Unknown.NOT_A_FILE
+        return NOT_A_FILE
 
 
 def file_system_of(path: str) -> str:
@@ -259,13 +248,10 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return depth < _MAX_DEPTH and all(is_plain(part, depth + 1) for part in value)
 
 
-def _identity_of(facts: Facts, file_system: _FileSystem, path: str) -> Identity | Unknown:
+def _identity_of(facts: Facts, file_system: _FileSystem, path: str) -> Identity | str:
     *parts, mtime_ns, ctime_ns, _ = facts
-    age_ns = time.time_ns() - max(mtime_ns, ctime_ns)
-    if age_ns < 0:
-        return Unknown.IN_THE_FUTURE
-    if age_ns < file_system.settled_s * 1e9:
-        return Unknown.TOO_NEW
+    if time.time_ns() - max(mtime_ns, ctime_ns) < file_system.settled_s * 1e9:
+        return TOO_NEW
     parts += mtime_ns, ctime_ns
     return Identity((*parts,) if file_system.has_lasting_inodes else (*parts, path, file_system.mount))
 

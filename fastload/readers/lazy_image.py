@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from fastload.readers.original import REDUCE, Original
-from fastload.readers.patch import OPENED, Patch
-from fastload.readers.pixels import Pixels
+from fastload.readers.original import REDUCE, Original, Pixels
+from fastload.readers.patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+OPENED = "_fastload"  # the attribute of an image that is opened, and can be loaded from a cache
 
 
 def _is_size(size: Any) -> bool:

@@ -8,56 +8,33 @@ from __future__ import annotations
 
 import zipfile
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.lib.npyio import NpzFile
 
-from fastload.readers.decode_cache import UNCOMPRESSED, current
+from fastload.readers.decode_cache import remembering
 from fastload.readers.identity import identify_stream
-from fastload.readers.patch import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from fastload.readers.patches import Patch
+from fastload.readers.reasons import UNCOMPRESSED
 
 
 def patches() -> list[Patch]:
     """What is replaced in NumPy."""
-    return [Patch(NpzFile, "__getitem__", _getitem)]
+    return [Patch(NpzFile, "__getitem__", remembering(f"numpy.load {np.__version__}", _getitem))]
 
 
-def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
-    kind = f"numpy.load {np.__version__}"
-
-    def __getitem__(self: Any, key: Any) -> Any:  # noqa: N807
-        cache = current()
-        member = None if cache is None else _member(self, key)
-        if cache is None or member is None:
-            return original(self, key)
-        if member.compress_type == zipfile.ZIP_STORED:
-            cache.missed(UNCOMPRESSED)
-            return original(self, key)
-        arguments = (
-            *(member.filename, member.header_offset, member.compress_type, member.compress_size),
-            *(member.CRC, member.file_size, self.max_header_size),
-        )
-        stream = self.zip.fp
-        return cache.array(
-            kind,
-            partial(identify_stream, stream),
-            arguments,
-            partial(original, self, key),
-            where=(getattr(stream, "name", stream), key),
-            source=stream,
-        )
-
-    return __getitem__
-
-
-def _member(archive: Any, name: Any) -> zipfile.ZipInfo | None:
-    """The member of an archive; None if it is missing or encrypted."""
+def _getitem(archive: Any, name: Any) -> Any:
     try:
         member: zipfile.ZipInfo = archive.zip.getinfo(archive._files[name])
     except (AttributeError, KeyError, TypeError):  # it is closed, or there is no such member
         return None
-    return None if member.flag_bits & 1 else member
+    if member.flag_bits & 1:  # it is encrypted
+        return None
+    if member.compress_type == zipfile.ZIP_STORED:
+        return UNCOMPRESSED
+    arguments = (
+        *(member.filename, member.header_offset, member.compress_type, member.compress_size),
+        *(member.CRC, member.file_size, archive.max_header_size),
+    )
+    return partial(identify_stream, archive.zip.fp), arguments, archive.zip.fp

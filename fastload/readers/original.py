@@ -1,4 +1,4 @@
-"""Original: the pixels of a remembered file, of which what the first operation on them needs is stored.
+"""The pixels of a remembered file, of which what the first operation on them needs is stored.
 
 `Resize(256)` costs as much as decoding a photograph, and its result takes a small part of the memory. The
 result of a resize of all pixels is a pure function of the file and of the arguments. Rules:
@@ -13,23 +13,85 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from fastload.errors import DecodeMismatchError
-from fastload.readers.decode_cache import LEARNING, current
-from fastload.readers.identity import Unknown, digest
-from fastload.readers.pixels import PIXEL_BYTES, Pixels, nbytes_of
+from fastload.readers.decode_cache import current, is_equal
+from fastload.readers.identity import digest
+from fastload.readers.reasons import LEARNING, TOO_NEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy.typing as npt
+
     from fastload.readers.decode_cache import DecodeCache, Stored
 
 REDUCE = 6  # the filters of resizes are 0 to 5
+# Bytes of a pixel, by Pillow's modes.
+PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
+_BITS = {"1": 1, "PA": 16}
 _MODES = tuple(PIXEL_BYTES)
+
+
+def nbytes_of(mode: str, size: tuple[int, int]) -> int:
+    """The bytes of all pixels of an image."""
+    width, height = size
+    return (width * _BITS.get(mode, 8 * PIXEL_BYTES.get(mode, 1)) + 7) // 8 * height
+
+
+class Pixels(NamedTuple):
+    """A rectangle of stored pixels.
+
+    Attributes:
+        mode: One of `PIXEL_BYTES`.
+        size: Width and height.
+        memory: `(n,) uint8`, the store's, read-only.
+        offset: Of the first pixel in it.
+        stride: Bytes from one row to the next.
+    """
+
+    mode: str
+    size: tuple[int, int]
+    memory: npt.NDArray[np.uint8]
+    offset: int
+    stride: int
+
+    @classmethod
+    def of(cls, mode: str, size: Any, memory: npt.NDArray[np.uint8]) -> Pixels:
+        """All pixels of an image."""
+        return cls(mode, size, memory, 0, size[0] * PIXEL_BYTES[mode])
+
+    def crop(self, left: int, upper: int, right: int, lower: int) -> Pixels:
+        """A rectangle inside this one."""
+        mode, _, memory, offset, stride = self
+        offset += upper * stride + left * PIXEL_BYTES[mode]
+        return Pixels(mode, (right - left, lower - upper), memory, offset, stride)
+
+    def tobytes(self) -> bytes:
+        """A copy, row by row without gaps."""
+        width, height = self.size
+        shape, strides = (height, width * PIXEL_BYTES[self.mode]), (self.stride, 1)
+        return np.ndarray(shape, np.uint8, self.memory, self.offset, strides).tobytes()
+
+    def core(self) -> Any:
+        """A core with a copy."""
+        width, height = self.size
+        nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.mode]
+        rows = self.memory[self.offset : self.offset + nbytes]
+        return core_of(self.mode, self.size, rows, self.stride)
+
+
+def core_of(mode: str, size: Any, memory: npt.NDArray[np.uint8], stride: int = 0) -> Any:
+    """A core with a copy of pixels whose rows are ``stride`` bytes apart."""
+    core = Image.core.new(mode, size)  # type: ignore[attr-defined]
+    decoder: Any = Image._getdecoder(mode, "raw", (mode, stride, 1))
+    decoder.setimage(core, (0, 0, *size))
+    if decoder.decode(memory) != (-1, 0):  # all of it, without an error
+        raise ValueError(f"{memory.nbytes} bytes are no image of the mode {mode} and the size {size}")
+    return core
 
 
 class Original:
@@ -131,16 +193,13 @@ class Original:
             core = getattr(self._whole(), name)(*arguments)
         except OSError:
             return  # the file was written to since: there is nothing to compare with
-        try:
-            self._cache.verify(stored.array, _bytes_of(core), "the result of a resize")
-        except DecodeMismatchError as error:
-            if self._is_steady:
-                self._cache.differs(self._key, error)
+        if self._is_steady and not is_equal(stored.array, _bytes_of(core)):
+            self._cache.differs(self._key, "the result of a resize")
 
     def _keep_result(self, key: bytes, core: Any) -> None:
         """Store a result; the first one of a file whose pixels are not stored goes with its note."""
         if not self._is_steady:
-            self._cache.missed(Unknown.TOO_NEW)
+            self._cache.missed(TOO_NEW)
         elif self._note is None:
             self._cache.store.put(key, _bytes_of(core), None)
         else:

@@ -30,20 +30,10 @@ import numpy as np
 import PIL
 from PIL import Image, ImageFile, features
 
-from fastload.errors import DecodeMismatchError
 from fastload.readers import lazy_image
-from fastload.readers.decode_cache import (
-    OTHER_FORMAT,
-    SEVERAL_FRAMES,
-    UNCOMPRESSED,
-    UNUSUAL,
-    DecodeCache,
-    current,
-    inactive,
-)
+from fastload.readers.decode_cache import DecodeCache, current, inactive, is_equal
 from fastload.readers.identity import (
     Identity,
-    Unknown,
     digest,
     facts_of,
     facts_of_stream,
@@ -53,10 +43,10 @@ from fastload.readers.identity import (
     is_fresh,
     is_plain,
 )
-from fastload.readers.lazy_image import LazyCore, is_possible
-from fastload.readers.original import Original, key_of_result
-from fastload.readers.patch import OPENED, Patch
-from fastload.readers.pixels import PIXEL_BYTES, Pixels, core_of
+from fastload.readers.lazy_image import OPENED, LazyCore, is_possible
+from fastload.readers.original import PIXEL_BYTES, Original, Pixels, core_of, key_of_result
+from fastload.readers.patches import Patch, package_of
+from fastload.readers.reasons import NOT_A_FILE, OTHER_FORMAT, TOO_NEW, UNCOMPRESSED, UNUSUAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,20 +125,20 @@ class _File:
     def __init__(self, file: Any) -> None:
         self.file = file
         facts = facts_of_stream(file)
-        self._facts = facts if isinstance(facts, Unknown) or is_fresh(file) else Unknown.HELD
+        self._facts = facts if isinstance(facts, str) or is_fresh(file) else NOT_A_FILE
 
-    def identity(self) -> Identity | Unknown:
+    def identity(self) -> Identity | str:
         """That of the file, if it is the same as when it was opened."""
-        if isinstance(self._facts, Unknown):
+        if isinstance(self._facts, str):
             return self._facts
         facts = facts_of_stream(self.file)
-        if isinstance(facts, Unknown) or facts != self._facts:
-            return Unknown.TOO_NEW
+        if isinstance(facts, str) or facts != self._facts:
+            return TOO_NEW
         return identify_facts(facts, self.file.fileno())
 
     def content(self) -> Callable[[], Content] | None:
         """What reads the file later, even if it is closed or deleted; None if that is not possible."""
-        if isinstance(self._facts, Unknown) or len(_descriptors) >= _MAX_DESCRIPTORS:
+        if isinstance(self._facts, str) or len(_descriptors) >= _MAX_DESCRIPTORS:
             return None
         with contextlib.suppress(OSError):  # no descriptor is left
             return _Descriptor(os.dup(self.file.fileno()), self._facts).content
@@ -192,14 +182,14 @@ class _Bytes:
         self.file = file
         self._content = file.getvalue()
 
-    def identity(self) -> Identity | Unknown:
+    def identity(self) -> Identity | str:
         """That of the content, if it is the same as when it was opened."""
         if self.file.closed or self.file.getvalue() is not self._content:
-            return Unknown.TOO_NEW
+            return TOO_NEW
         return self._identity
 
     @functools.cached_property
-    def _identity(self) -> Identity | Unknown:
+    def _identity(self) -> Identity | str:
         return identify_content(self._content)
 
     def content(self) -> Callable[[], Content]:
@@ -243,14 +233,14 @@ class _Opened:
         if is_uncompressed and type(self._source) is _Bytes:
             cache.missed(UNCOMPRESSED)  # hashing it takes longer
             return
-        reason: Unknown | str | None = UNUSUAL if image.fp is not self._file else _why_not(image)
+        reason: str | None = UNUSUAL if image.fp is not self._file else _why_not(image)
         identity = self._source.identity()
-        known = identity if reason else cache.known_as(identity, self._source.file)
-        key = None
-        if reason is None and isinstance(known, Identity):
-            key = _key(image, known)
+        known = identity
+        if reason is None and isinstance(identity, Identity):
+            known = cache.store.known_as(identity, self._source.file)
+        key = None if reason or isinstance(known, str) else _key(image, known)
         if key is None:
-            cache.missed(reason or (known if isinstance(known, Unknown) else UNUSUAL))
+            cache.missed(reason or (known if isinstance(known, str) else UNUSUAL))
             return
         if cache.is_unsteady(key):
             return
@@ -273,7 +263,7 @@ class _Opened:
         else:
             self._decode(image, key, identity, stored)
 
-    def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
+    def _decode(self, image: Any, key: bytes, identity: Identity | str, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
@@ -284,14 +274,11 @@ class _Opened:
         learned = _learned(image, before, info, file)
         if after != identity or learned is None:
             if stored is None:
-                cache.missed(UNUSUAL if after == identity else Unknown.TOO_NEW)
+                cache.missed(UNUSUAL if after == identity else TOO_NEW)
             return
         if stored is not None:
-            try:
-                pixels = np.frombuffer(image.tobytes(), np.uint8)
-                cache.verify(stored.array, pixels, image.filename or "an image in memory")
-            except DecodeMismatchError as error:
-                cache.differs(key, error)
+            if not is_equal(stored.array, np.frombuffer(image.tobytes(), np.uint8)):
+                cache.differs(key, image.filename or "an image in memory")
             return
         original = Original(cache, key, learned, core=image.im)
         image.im = LazyCore(image.mode, image.size, original) if _is_lazy(image) else original.core()
@@ -319,7 +306,7 @@ def _why_not(image: Any) -> str | None:
     if image.mode not in _MODES:
         return UNUSUAL
     if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
-        return SEVERAL_FRAMES
+        return OTHER_FORMAT
     if not all(_is_genuine(Image.DECODERS.get(tile[0])) for tile in image.tile):
         return UNUSUAL
     if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
@@ -327,10 +314,10 @@ def _why_not(image: Any) -> str | None:
     return None
 
 
-def _is_genuine(function: Any) -> bool:
-    # Not the function's own `__module__`, which functools.wraps copies.
-    home = getattr(function, "__globals__", {}).get("__name__") or str(getattr(function, "__module__", ""))
-    return function is None or home.partition(".")[0] in ("PIL", "pillow_heif")
+def _is_genuine(decoder: Any) -> bool:
+    # A class, or a function, whose own `__module__` a decorator can have copied.
+    home = package_of(decoder) or getattr(decoder, "__module__", "").partition(".")[0]
+    return decoder is None or home in ("PIL", "pillow_heif")
 
 
 def _is_lazy(image: Any) -> bool:

@@ -5,45 +5,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastload.readers import patches
-from fastload.readers.decode_cache import (
-    FULL,
-    LEARNING,
-    NEW,
-    NO_SPACE,
-    OTHER_FORMAT,
-    SEVERAL_FRAMES,
-    UNCOMPRESSED,
-    UNSTEADY,
-    UNUSUAL,
-)
-from fastload.readers.identity import SETTLED_REMOTE_S, SETTLED_S, Unknown
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Mapping
+
+NEW = "new"
+FULL = "no memory left for it"
+NO_SPACE = "no space for it on the disk, or no right to write there"
+LEARNING = "resized first, which may not repeat"
+UNUSUAL = "with a result or arguments that the cache does not know"
+OTHER_FORMAT = "in a format that is not remembered, or a later frame"
+UNCOMPRESSED = "uncompressed, or spread over several files"
+UNSTEADY = "decoded to other pixels each time"
+# Of bytes without an identity:
+TOO_NEW = "changed a moment ago"
+NOT_A_FILE = "not read from a plain file that was just opened"
+TOO_LARGE = "of a file larger than 1 GiB, which is too large to be hashed"
 
 _MEANINGS = {
     NEW: "read for the first time, and remembered now",
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
+    NO_SPACE: "free space on the disk of the cache, or let this user write there",
     LEARNING: "64 images, or an epoch, tell whether the results are stored, or the whole images",
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
-    SEVERAL_FRAMES: "of an animation only the first frame is remembered",
-    OTHER_FORMAT: "convert these images to PNG or JPEG, or read them by a function with @fastload.remember",
-    Unknown.TOO_NEW.value: (
-        f"read again later, they are remembered: a file must be unchanged for {SETTLED_S:.0f} seconds, and "
-        f"for {SETTLED_REMOTE_S:.0f} on network mounts. Files that are written for each access never are: "
-        "decode their bytes instead (cv2.imdecode, io.BytesIO)"
+    OTHER_FORMAT: (
+        "convert these images to PNG or JPEG, or read them by a function with @fastload.remember. Of an "
+        "animation only the first frame is remembered"
     ),
     UNCOMPRESSED: "never remembered: uncompressed data is read as fast as it would be found",
     UNSTEADY: "their decoder does not repeat itself, as a warning said: convert them",
-    Unknown.HELD.value: "open the file in __getitem__, on each access",
-    Unknown.TOO_LARGE.value: 'remembered by cache="ram", unless they are on a disk image',
-    NO_SPACE: "free space on the disk of the cache, or let this user write there",
-    Unknown.IN_THE_FUTURE.value: "never remembered: `touch` these files, or set the clock of the machine",
-    Unknown.NOT_A_FILE.value: (
-        "members of archives, streams, and files opened for writing: extract members, read bytes to memory, "
-        'open files with "rb"'
+    TOO_NEW: (
+        "read again later, they are remembered: a file must be unchanged for 2 seconds, and for 60 on "
+        "network mounts. Files that are written for each access never are: decode their bytes instead "
+        "(cv2.imdecode, io.BytesIO); nor are those with a time in the future: `touch` them"
     ),
-    Unknown.UNREADABLE.value: "closed, deleted or forbidden when the cache looked",
+    NOT_A_FILE: (
+        "members of archives, streams, and files opened for writing, read before, or closed: extract "
+        'members, read bytes to memory, open files with "rb" in __getitem__, on each access'
+    ),
+    TOO_LARGE: 'remembered by cache="ram", unless they are on a disk image',
 }
 
 
@@ -58,7 +59,7 @@ _NOTHING = (
 def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
     """What a cache did: a line with the figures, and one for each reason, the most frequent first."""
     names = patches.unmet()
-    unmet = [f"  left alone, and so not remembered: {', '.join(names)}"] if names else []
+    unmet = [f"  replaced or held by other code, so not remembered: {', '.join(names)}"] if names else []
     if not hits and not misses:
         return [_NOTHING, *unmet]
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
@@ -67,7 +68,7 @@ def report(hits: int, misses: int, reasons: Mapping[str, int]) -> list[str]:
 
 
 def complaint(
-    name: str, hits: int, misses: int, reasons: Mapping[str, int], *, may_be_new: bool
+    name: str, hits: int, misses: int, reasons: Mapping[str, int], *, unread: int, before: Counter[str]
 ) -> str | None:
     """Why a cache does not serve half of what was read, without figures; None if it does, or soon will.
 
@@ -76,9 +77,12 @@ def complaint(
         hits: What was found.
         misses: What was decoded.
         reasons: Why.
-        may_be_new: Whether not all samples were read before.
+        unread: The number of samples that were not read before.
+        before: Why files were decoded before. What could not be stored then is stored when it is read again.
     """
-    pending = {NEW, LEARNING, Unknown.TOO_NEW.value} if may_be_new else set()
+    later = LEARNING, TOO_NEW
+    pending = {NEW} if unread + sum(before[reason] for reason in later) > 0 else set()
+    pending.update(later if unread > 0 else ())
     lost = {reason: count for reason, count in reasons.items() if reason not in pending}
     uncompressed = reasons.get(UNCOMPRESSED, 0)
     if 2 * (sum(lost.values()) - uncompressed) < hits + misses - uncompressed:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastload.readers.decode_cache import UNUSUAL, current, inactive
+from fastload.readers.decode_cache import remembering
 from fastload.readers.identity import identify_content, identify_path
 
 if TYPE_CHECKING:
@@ -61,36 +61,17 @@ def remember(
         raise TypeError(f'version should be a str, as in fastload.remember(version="1"), but got {version!r}')
     if of not in ("path", "bytes"):
         raise ValueError(f'of should be "path" or "bytes", but got {of!r}')
-    identify = identify_path if of == "path" else identify_content
+    identify, see = (identify_path, _seen_of_path) if of == "path" else (identify_content, _seen_of_bytes)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        name = _name_of(function)
+        def ask(source: Any, /, *args: Any, **kwargs: Any) -> Any:
+            kind = type(source)
+            seen = kind.__module__, kind.__qualname__, *see(source)
+            arguments = seen, args, sorted(kwargs.items())
+            return partial(identify, source), arguments, source if of == "path" else None
 
-        def compute(*args: P.args, **kwargs: P.kwargs) -> R:
-            with inactive():
-                return function(*args, **kwargs)
-
-        @functools.wraps(function)
-        def remembered(*args: P.args, **kwargs: P.kwargs) -> R:
-            cache = current()
-            if cache is None:
-                return function(*args, **kwargs)
-            source = args[0] if args else None
-            facts = _facts_of(source, of)
-            if facts is None:
-                cache.missed(UNUSUAL)
-                return compute(*args, **kwargs)
-            result: R = cache.array(
-                f"remember {of} {name} {version!r}",
-                partial(identify, source),
-                (facts, args[1:], sorted(kwargs.items())),
-                partial(compute, *args, **kwargs),
-                where=source if of == "path" else f"bytes for {name}",
-                source=source,
-            )
-            return result
-
-        return remembered
+        name = f"remember {of} {_name_of(function)} {version!r}"
+        return functools.wraps(function)(remembering(name, ask)(function))
 
     return decorate
 
@@ -110,19 +91,18 @@ def _name_of(function: Any) -> str:
     return f"{module}:{name}"
 
 
-def _facts_of(source: Any, of: str) -> Any:
-    """What a function can see of its first argument, beside the content; None if it is of another kind."""
-    kind = f"{type(source).__module__}.{type(source).__qualname__}"
-    if of == "path":
-        if type(source) not in _PATHS:
-            return None
-        text = os.fspath(source)
-        folder = "" if os.path.isabs(text) else os.getcwd()
-        return kind, bytes(text) if isinstance(text, bytes) else str(text), folder
+def _seen_of_path(source: Any) -> Any:
+    """What a function can see of a path, beside the content."""
+    if type(source) not in _PATHS:
+        raise TypeError
+    text = os.fspath(source)
+    folder = "" if os.path.isabs(text) else os.getcwd()
+    return bytes(text) if isinstance(text, bytes) else str(text), folder
+
+
+def _seen_of_bytes(source: Any) -> Any:
+    """The same of bytes. Raises ValueError or BufferError for what was released, or is of dates."""
     if type(source) not in _BUFFERS:
-        return None
-    try:
-        view = memoryview(source)
-        return kind, view.format, view.shape, view.strides, view.readonly
-    except (ValueError, BufferError):  # it was released, or is of dates
-        return None
+        raise TypeError
+    view = memoryview(source)
+    return view.format, view.shape, view.strides, view.readonly

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import tifffile
 from tifffile import TiffFile
 
-from fastload.readers.decode_cache import UNCOMPRESSED, current
-from fastload.readers.identity import Identity, Unknown, identify_stream, is_fresh
-from fastload.readers.patch import Patch
+from fastload.readers.decode_cache import current, remembering
+from fastload.readers.identity import Identity, identify_stream, is_fresh
+from fastload.readers.patches import Patch
+from fastload.readers.reasons import NOT_A_FILE, UNCOMPRESSED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,12 +26,9 @@ _IDENTITY = "_fastload_identity"  # of a TiffFile, when it was opened
 
 def patches() -> list[Patch]:
     """What is replaced in tifffile."""
-    return [Patch(TiffFile, "__init__", _init), Patch(TiffFile, "asarray", _asarray)]
-
-
-def _kind() -> str:
     codecs = getattr(tifffile.tifffile, "imagecodecs", None)
-    return f"tifffile {tifffile.__version__} imagecodecs {getattr(codecs, '__version__', None)}"
+    kind = f"tifffile {tifffile.__version__} imagecodecs {getattr(codecs, '__version__', None)}"
+    return [Patch(TiffFile, "__init__", _init), Patch(TiffFile, "asarray", remembering(kind, _asarray))]
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., None]:
@@ -43,40 +41,23 @@ def _init(original: Callable[..., Any]) -> Callable[..., None]:
     return __init__
 
 
-def _asarray(original: Callable[..., Any]) -> Callable[..., Any]:
-    kind = _kind()
-
-    def asarray(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = current()
-        if cache is None:
-            return original(self, *args, **kwargs)
-        if not _is_compressed_in_one_file(self):
-            cache.missed(UNCOMPRESSED)
-            return original(self, *args, **kwargs)
-        state = self.filehandle.extension, self.pages.useframes, self.pages.keyframe.index
-        arguments = (*state, args, tuple(sorted(kwargs.items())))
-        if kwargs.get("series") is not None or (kwargs.get("key") is None and not args):
-            _ = self.series  # as the original leaves its pages
-        decode = partial(original, self, *args, **kwargs)
-        name = getattr(self.filehandle, "path", self.filename)
-        stream = self.filehandle._fh
-        return cache.array(kind, partial(_identity, self), arguments, decode, where=name, source=stream)
-
-    return asarray
-
-
-def _is_compressed_in_one_file(tiff: Any) -> bool:
+def _asarray(tiff: Any, *args: Any, **kwargs: Any) -> Any:
     is_alone = bool(tiff.pages) and not (tiff.is_ome or tiff.is_micromanager)
-    return is_alone and tiff.pages.first.compression != tifffile.COMPRESSION.NONE
+    if not is_alone or tiff.pages.first.compression == tifffile.COMPRESSION.NONE:
+        return UNCOMPRESSED
+    state = tiff.filehandle.extension, tiff.pages.useframes, tiff.pages.keyframe.index
+    if kwargs.get("series") is not None or (kwargs.get("key") is None and not args):
+        _ = tiff.series  # as the original leaves its pages
+    return partial(_identity, tiff), (*state, args, tuple(sorted(kwargs.items()))), tiff.filehandle._fh
 
 
-def _identify(tiff: Any) -> Identity | Unknown:
+def _identify(tiff: Any) -> Identity | str:
     stream = tiff.filehandle
-    return Unknown.NOT_A_FILE if stream._offset else identify_stream(stream._fh)
+    return NOT_A_FILE if stream._offset else identify_stream(stream._fh)
 
 
-def _identity(tiff: Any) -> Identity | Unknown:
+def _identity(tiff: Any) -> Identity | str:
     """The identity of the file, if it is still the one whose pages were parsed."""
     identity = _identify(tiff)
-    is_same = isinstance(identity, Unknown) or identity == vars(tiff).get(_IDENTITY)
-    return identity if is_same else Unknown.HELD
+    is_same = isinstance(identity, str) or identity == vars(tiff).get(_IDENTITY)
+    return identity if is_same else NOT_A_FILE

@@ -8,42 +8,38 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fastload.readers.decode_cache import current
-from fastload.readers.identity import Identity, Unknown, identify_content
-from fastload.readers.patch import Patch
+from fastload.readers.decode_cache import remembering
+from fastload.readers.identity import Identity, identify_content
+from fastload.readers.patches import Patch
+from fastload.readers.reasons import NOT_A_FILE
 from fastload.readers.results import memory_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _DECODERS = ("decode_image", "decode_jpeg", "decode_png", "decode_gif", "decode_webp")
 
 
 def patches() -> list[Patch]:
     """What is replaced in torchvision: operators that were loaded."""
-    operators = torch.ops.image
-    names = [name for name in _DECODERS if hasattr(operators, name)]
-    return [Patch(getattr(operators, name), "_op", partial(_decoder, name)) for name in names]
+    versions = f"{sys.modules['torchvision'].__version__} {torch.__version__}"
+    return [
+        Patch(
+            getattr(torch.ops.image, name), "_op", remembering(f"torchvision.io.{name} {versions}", _decode)
+        )
+        for name in _DECODERS
+        if hasattr(torch.ops.image, name)
+    ]
 
 
-def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    kind = f"torchvision.io.{name} {sys.modules['torchvision'].__version__} {torch.__version__}"
-
-    def decode(*args: Any, **kwargs: Any) -> Any:
-        cache = current()
-        if cache is None or kwargs or not args or type(args[0]) is not torch.Tensor:
-            return original(*args, **kwargs)
-        data, *options = args
-        key, decode_ = (tuple(data.shape), *options), partial(original, *args)
-        return cache.array(kind, partial(_identify, data), key, decode_, where="a tensor", source=None)
-
-    return decode
+def _decode(*args: Any, **kwargs: Any) -> Any:
+    if kwargs or not args or type(args[0]) is not torch.Tensor:
+        return None
+    data, *options = args
+    return partial(_identify, data), (tuple(data.shape), *options), None
 
 
-def _identify(data: torch.Tensor) -> Identity | Unknown:
+def _identify(data: torch.Tensor) -> Identity | str:
     is_plain = data.device.type == "cpu" and data.dtype == torch.uint8 and data.layout == torch.strided
-    return identify_content(memory_of(data)) if is_plain and data.is_contiguous() else Unknown.NOT_A_FILE
+    return identify_content(memory_of(data)) if is_plain and data.is_contiguous() else NOT_A_FILE

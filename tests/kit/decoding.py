@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from fastload.readers.decode_cache import Stored, inactive
-from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream
+from fastload.readers.identity import Identity, identify_path, identify_stream
+from fastload.readers.reasons import FULL, NOT_A_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,8 @@ class DictStore:
         is_full: As given; can be changed.
     """
 
+    full_reason = FULL
+
     def __init__(self, is_full: bool = False) -> None:
         self.values: dict[bytes, Stored] = {}
         self.is_full = is_full
@@ -39,12 +42,12 @@ class DictStore:
         stored = self.values.get(key)
         return stored and stored._replace(note=marshal.loads(marshal.dumps(stored.note)))
 
-    def known_as(self, identity: Identity, source: Any) -> Identity | Unknown:
+    def known_as(self, identity: Identity, source: Any) -> Identity | str:
         """The same identity, if a store on disk could find the file by its source."""
         if identity.is_of_content:
             return identity
         found = identify_stream(source) if hasattr(source, "fileno") else identify_path(source)
-        return identity if found == identity else Unknown.UNREADABLE
+        return identity if found == identity else NOT_A_FILE
 
     def has_room(self, nbytes: int) -> bool:
         """Whether it is not full."""

@@ -16,15 +16,14 @@ import torch
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import (
-    FULL,
-    UNSTEADY,
     VERIFY_VARIABLE,
     DecodeCache,
     current,
     inactive,
     verify_share_of_environment,
 )
-from fastload.readers.identity import Identity, Unknown, identify_path
+from fastload.readers.identity import Identity, identify_path
+from fastload.readers.reasons import FULL, NOT_A_FILE, TOO_LARGE, TOO_NEW, UNSTEADY
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 from tests.kit.decoding import DictStore
@@ -40,7 +39,7 @@ ONE = Identity((b"1",))
 def read(cache: DecodeCache, result: Any = PIXELS, identity: Any = ONE, arguments: Any = ()) -> Any:
     """What the cache returns for a decoder that returns copies of a result."""
     decode = partial(np.copy, result, order="K") if type(result) is np.ndarray else lambda: result
-    return cache.array("kind", lambda: identity, arguments, decode, where="a file", source=None)
+    return cache.array("kind", lambda: identity, arguments, "a file", decode)
 
 
 def _by_torch(array: Any) -> None:
@@ -82,12 +81,12 @@ def test_writes_never_reach_the_store(
     assert store.checksum() == before
 
 
-@pytest.mark.parametrize("reason", Unknown)
-def test_what_has_no_identity_is_decoded(cache: DecodeCache, store: DictStore, reason: Unknown) -> None:
+@pytest.mark.parametrize("reason", [NOT_A_FILE, TOO_LARGE, TOO_NEW])
+def test_what_has_no_identity_is_decoded(cache: DecodeCache, store: DictStore, reason: str) -> None:
     """The reason why a file has no identity is counted."""
     cache_counts.take_reasons()
     assert np.array_equal(read(cache, identity=reason), PIXELS)
-    assert cache_counts.take_reasons() == {reason.value: 1}
+    assert cache_counts.take_reasons() == {reason: 1}
     assert not store.values
 
 
@@ -142,7 +141,7 @@ def test_a_file_that_changes_while_it_is_decoded_is_not_stored(
                 break
         return np.frombuffer(b"others", np.uint8).copy()
 
-    result = cache.array("kind", partial(identify_path, link), (), decode, where=link, source=link)
+    result = cache.array("kind", partial(identify_path, link), (), link, decode)
     assert result.tobytes() == b"others"
     assert not store.values
 
@@ -161,7 +160,7 @@ def test_a_file_that_changes_while_it_is_verified_is_no_mismatch(
                 change(link)
             return np.frombuffer(content, np.uint8).copy()
 
-        return cache.array("kind", identify, (), decode, where=link, source=link).tobytes()
+        return cache.array("kind", identify, (), link, decode).tobytes()
 
     assert read_as(b"things") == b"things"
     before = store.checksum()
@@ -189,7 +188,7 @@ def test_a_share_of_the_hits_is_verified(settled: None) -> None:
     state = random.getstate()
     decodes = []
     for _ in range(9):
-        cache.array("kind", lambda: ONE, (), decode, where=None, source=None)
+        cache.array("kind", lambda: ONE, (), None, decode)
         decodes.append(num_decodes[0])
     assert decodes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert random.getstate() == state

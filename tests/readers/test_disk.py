@@ -24,7 +24,8 @@ from fastload.cache.file_cache import forget_stores
 from fastload.cache.lmdb_store import open_store
 from fastload.errors import CacheMismatchError
 from fastload.readers import identity, pillow
-from fastload.readers.identity import Identity, Unknown, identify_path
+from fastload.readers.identity import Identity, identify_path
+from fastload.readers.reasons import NOT_A_FILE, TOO_LARGE, TOO_NEW
 from fastload.system.logs import say_once
 from tests.readers.test_loader import (
     SIZE,
@@ -292,9 +293,9 @@ def test_what_changes_while_it_is_hashed_is_not_known(
     monkeypatch.setattr(decoded_files, "hash_of", hash_of)
     known = identify_path(path)
     assert isinstance(known, Identity)
-    assert store.known_as(known, path) == Unknown.TOO_NEW
-    assert store.known_as(known, path) == Unknown.TOO_NEW  # it is another one since
-    assert store.known_as(known, folder / "none") == Unknown.UNREADABLE
+    assert store.known_as(known, path) == TOO_NEW
+    assert store.known_as(known, path) == TOO_NEW  # it is another one since
+    assert store.known_as(known, folder / "none") == NOT_A_FILE
     assert count_files(store.store)[1] == 0
 
 
@@ -305,7 +306,7 @@ def test_a_large_file_is_not_read_to_be_known(
     monkeypatch.setattr(decoded_files, "MAX_FILE_BYTES", 100)
     with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
         list(loader)
-        assert loader.stats().miss_reasons == {Unknown.TOO_LARGE.value: SIZE}
+        assert loader.stats().miss_reasons == {TOO_LARGE: SIZE}
 
 
 # --- the other kind of cache ------------------------------------------------------------------------------

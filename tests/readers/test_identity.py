@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from fastload.readers import identity
 from fastload.readers.identity import (
     Identity,
-    Unknown,
     digest,
     identify_content,
     identify_descriptor,
     identify_path,
     identify_stream,
 )
+from fastload.readers.reasons import NOT_A_FILE, TOO_LARGE, TOO_NEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +116,7 @@ def _wait_for_tick(path: Path) -> None:
 def test_a_time_in_the_future_never_becomes_old(path: Path) -> None:
     """A file of the future has no identity, and a reason of its own."""
     os.utime(path, (time.time() + 3600,) * 2)
-    assert identify_path(path) is Unknown.IN_THE_FUTURE
+    assert identify_path(path) is TOO_NEW
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("nfs4", 59), ("fuse.sshfs", 59), ("9p", 59), ("ext4", 1)])
@@ -128,7 +128,7 @@ def test_files_of_servers_settle_later(
     mounted_as(kind)
     now_ns = path.stat().st_ctime_ns
     monkeypatch.setattr(time, "time_ns", lambda: now_ns + seconds * 10**9)
-    assert identify_path(path) is Unknown.TOO_NEW
+    assert identify_path(path) is TOO_NEW
     monkeypatch.setattr(time, "time_ns", lambda: now_ns + (seconds + 1) * 10**9)
     assert isinstance(identify_path(path), Identity)
 
@@ -269,7 +269,7 @@ def test_only_a_plain_file_is_identified_by_its_descriptor(path: Path, name: str
     """The descriptor of anything but exactly a plain file may be that of a different file."""
     stream = STREAMS[name](path)
     try:
-        assert identify_stream(stream) is Unknown.NOT_A_FILE
+        assert identify_stream(stream) is NOT_A_FILE
     finally:
         stream.close()
 
@@ -279,11 +279,11 @@ def test_a_closed_stream_is_no_error(path: Path) -> None:
     """A stream that was closed, or whose descriptor was, has no identity."""
     with path.open("rb") as stream, io.FileIO(path) as raw:
         os.close(raw.fileno())
-        assert identify_stream(raw) is Unknown.UNREADABLE
+        assert identify_stream(raw) is NOT_A_FILE
         os.dup2(stream.fileno(), raw.fileno())
-    assert identify_stream(stream) is Unknown.UNREADABLE
-    assert identify_stream(raw) is Unknown.UNREADABLE
-    assert identify_descriptor(-1) is Unknown.UNREADABLE
+    assert identify_stream(stream) is NOT_A_FILE
+    assert identify_stream(raw) is NOT_A_FILE
+    assert identify_descriptor(-1) is NOT_A_FILE
 
 
 PATHS: list[Any] = [
@@ -294,15 +294,15 @@ PATHS: list[Any] = [
 @pytest.mark.parametrize("source", PATHS, ids=range(len(PATHS)))
 def test_what_is_no_path_is_no_error(source: Any) -> None:
     """Asking for the identity of anything at all never raises."""
-    assert isinstance(identify_path(source), Unknown)
-    assert isinstance(identify_stream(source), Unknown)
+    assert isinstance(identify_path(source), str)
+    assert isinstance(identify_stream(source), str)
 
 
 def test_special_files_are_not_opened(tmp_path: Path) -> None:
     """Asking about a directory, a named pipe or a device neither waits nor reads."""
     os.mkfifo(tmp_path / "pipe")
     for path in tmp_path / "pipe", tmp_path, "/dev/zero":
-        assert identify_path(path) is Unknown.NOT_A_FILE
+        assert identify_path(path) is NOT_A_FILE
 
 
 def test_content_is_known_by_its_sha_256() -> None:
@@ -314,7 +314,7 @@ def test_a_released_buffer_is_no_error() -> None:
     """A view that was released has no identity, and a bytearray can be resized after it was asked for."""
     view = memoryview(b"bytes")
     view.release()
-    assert identify_content(view) is Unknown.NOT_A_FILE
+    assert identify_content(view) is NOT_A_FILE
     buffer = bytearray(b"bytes")
     identify_content(buffer)
     buffer.append(1)
@@ -405,7 +405,7 @@ def test_a_file_with_chosen_times_is_its_content(path: Path, monkeypatch: pytest
 def test_a_large_file_with_chosen_times_is_not_hashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be read in whole by each process."""
     monkeypatch.setattr(identity, "MAX_FILE_BYTES", 3)
-    assert identify_path(path) is Unknown.TOO_LARGE
+    assert identify_path(path) is TOO_LARGE
 
 
 def test_a_stream_is_fresh_until_it_gives_something_else_than_its_file(path: Path) -> None:

@@ -20,7 +20,8 @@ from PIL import Image
 from tifffile import imread as imread_taken_before
 
 from fastload.readers import opencv
-from fastload.readers.decode_cache import UNCOMPRESSED, UNUSUAL, DecodeCache, inactive
+from fastload.readers.decode_cache import DecodeCache, inactive
+from fastload.readers.reasons import UNCOMPRESSED, UNUSUAL
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import check_three_rounds, outcome
 
@@ -357,7 +358,8 @@ def test_torchvision_is_met_at_its_operators(
 
     monkeypatch.setattr("torchvision.io.image._assert_has_image_ops", lambda: None)
     operators = _Operators()
-    met = [patch for patch in torchvision_io.patches() if patch.name == "decode_image"]
+    operator = torch.ops.image.decode_image
+    met = [patch for patch in torchvision_io.patches() if patch.owner is operator]
     assert len(met) == 1
     data = torch.from_numpy(np.fromfile(folder / "photo.jpg", np.uint8))
     expected = {mode: decode_image(data, mode) for mode in ("RGB", "GRAY")}

@@ -23,15 +23,8 @@ from fastload.cache.decoded_files import DecodedFiles
 from fastload.cache.file_cache import forget_stores, store_of_process
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
-from fastload.readers.decode_cache import (
-    FULL,
-    NEW,
-    OTHER_FORMAT,
-    SEVERAL_FRAMES,
-    UNUSUAL,
-    VERIFY_VARIABLE,
-)
-from fastload.readers.identity import Unknown
+from fastload.readers.decode_cache import VERIFY_VARIABLE
+from fastload.readers.reasons import LEARNING, NEW, TOO_NEW
 from fastload.readers.request import CACHE_VARIABLE
 from fastload.system.logs import say_once
 from tests.kit import torchs_own
@@ -412,6 +405,32 @@ def test_few_hits_are_told_once(folder: Path, complaints: Callable[[], list[str]
     loader.close()
 
 
+def test_what_was_read_while_the_loader_learnt_is_not_missed_later(
+    folder: Path, complaints: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 80 images that are resized first, 64 are stored in the second epoch, which is no reason to warn."""
+    monkeypatch.setenv(VERIFY_VARIABLE, "0")
+    for number in range(80 - SIZE):
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(folder / f"more {number}.jpg")
+    with fastload.DataLoader(Resized(folder), 8, cache="ram") as loader:
+        for _ in range(3):
+            list(loader)
+        assert loader.stats().miss_reasons == {LEARNING: 64, NEW: 80}
+    assert not complaints()
+
+
+def test_files_that_were_new_are_not_missed_later(folder: Path, complaints: Callable[[], list[str]]) -> None:
+    """They are stored in the first epoch in which they have an identity, which is no reason to warn."""
+    with fastload.DataLoader(Bgr(folder), 4, cache="ram") as loader:
+        identity.SETTLED_S = 1e9
+        list(loader)
+        identity.SETTLED_S = 0.0
+        identity._file_systems.clear()
+        list(loader)
+        assert loader.stats().miss_reasons == {TOO_NEW: SIZE, NEW: SIZE}
+    assert not complaints()
+
+
 class Pairs(Photos):
     """A photo, and a mask in a format that is not remembered."""
 
@@ -546,8 +565,8 @@ class TestExplain:
         assert counts == f"so far: {SIZE - 3} found, {SIZE + 3} decoded"
         assert [line.split(":")[0].strip() for line in lines] == [
             f"{SIZE - 3} new",
-            *("2 in a format that is not remembered", "2 a later frame of several"),
-            "2 with a time in the future",
+            "4 in a format that is not remembered, or a later frame",
+            "2 changed a moment ago",
         ]
         assert "touch" in lines[-1]
 
@@ -583,7 +602,7 @@ class TestExplain:
         for _ in range(2):
             list(loader)
         assert len(calls) == 2 * SIZE
-        assert "not remembered: cv2.imread (replaced)" in loader.explain()
+        assert "replaced or held by other code, so not remembered: cv2.imread" in loader.explain()
 
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""
@@ -601,5 +620,5 @@ class TestExplain:
 
     def test_every_reason_has_a_meaning(self) -> None:
         """The reasons that readers count are those that explain() knows."""
-        names = {NEW, FULL, UNUSUAL, SEVERAL_FRAMES, OTHER_FORMAT, *(reason.value for reason in Unknown)}
+        names = {value for name, value in vars(reasons).items() if name[0].isupper() and type(value) is str}
         assert len(reasons.report(0, len(names), dict.fromkeys(names, 1))) == 1 + len(names)

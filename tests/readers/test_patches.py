@@ -23,7 +23,7 @@ import tifffile
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
-from fastload.readers.patch import Patch
+from fastload.readers.patches import Patch
 from tests.kit.decoding import DictStore
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ASARRAY = tifffile.TiffFile.asarray
 def _original(function: str) -> Any:
     """What a library has without us, such as "cv2.imread"."""
     patches.meet()
-    found = [each for library in patches._patches.by_library.values() for each in library]
+    found = [each for library in patches._by_library.values() for each in library]
     return next(
         each.original for each in found if f"{getattr(each.owner, '__name__', '')}.{each.name}" == function
     )
@@ -129,7 +129,7 @@ def test_a_function_that_an_object_holds_is_left_alone(hold: Callable[[Any], Any
     holder = hold(module.own)
     patch.put()
     assert module.own() == "own"
-    assert patch.is_held
+    assert patch.is_left_alone
     del holder
     patch.put()
     assert module.own() == "met"
@@ -137,13 +137,13 @@ def test_a_function_that_an_object_holds_is_left_alone(hold: Callable[[Any], Any
 
 @pytest.mark.parametrize("name", ["cv2.imread", "cv2.imdecode"])
 def test_what_a_program_sees_of_a_function_is_the_function(name: str) -> None:
-    """Its names, texts, signature, kind, hash and attributes; pickled and copied, it is itself."""
+    """Its names, texts, signature, kind and attributes; pickled and copied, it is itself."""
     original, function = _original(name), pkgutil.resolve_name(name)
     assert function is not original
     patches.meet()
     assert pkgutil.resolve_name(name) is function
     for look in (
-        *(repr, hash, inspect.isbuiltin, inspect.isfunction, inspect.isroutine, inspect.getdoc),
+        *(repr, inspect.isbuiltin, inspect.isfunction, inspect.isroutine, inspect.getdoc),
         *map(operator.attrgetter, ("__name__", "__qualname__", "__module__", "__doc__", "__class__")),
         lambda function: hasattr(function, "__wrapped__"),
         lambda function: vars(functools.wraps(function)(lambda: None)).keys(),
@@ -155,8 +155,6 @@ def test_what_a_program_sees_of_a_function_is_the_function(name: str) -> None:
     except ValueError:
         with pytest.raises(ValueError, match="signature"):
             inspect.signature(function)
-    assert function == original
-    assert original in {function: 0}
     for text in (pickle.dumps(function), bytes(ForkingPickler.dumps(function))):
         assert b"fastload" not in text
         assert pickle.loads(text) is function
@@ -173,7 +171,7 @@ def test_as_an_attribute_of_its_class_a_method_is_the_original(
     owner = pkgutil.resolve_name(name)
     patch = next(
         each
-        for library in patches._patches.by_library.values()
+        for library in patches._by_library.values()
         for each in library
         if each.owner is owner and each.name == attribute
     )
@@ -264,9 +262,9 @@ def test_only_functions_of_the_library_itself_are_replaced(name: str, is_met: bo
 @pytest.mark.parametrize("replacement", [{}.get, math.sqrt], ids=["method", "function"])
 def test_what_is_built_in_elsewhere_is_left_alone(replacement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function in C of another module, or a method of an object, is not taken for OpenCV's."""
-    assert Patch(cv2, "imdecode", lambda original: _met).is_genuine
     monkeypatch.setattr(cv2, "imread", replacement)
-    assert not Patch(cv2, "imread", lambda original: _met).is_genuine
+    Patch(cv2, "imread", lambda original: _met).put()
+    assert cv2.imread is replacement
 
 
 def test_a_release_that_a_reader_does_not_know_is_no_error(
@@ -277,10 +275,10 @@ def test_a_release_that_a_reader_does_not_know_is_no_error(
     broken.patches = lambda: cv2.gone  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "broken_reader", broken)
     monkeypatch.setattr(patches, "READERS", {"cv2": "broken_reader"})
-    monkeypatch.setattr(patches._patches, "by_library", {})
+    monkeypatch.setattr(patches, "_by_library", {})
     for _ in range(2):
         patches.meet()
-        assert patches._patches.by_library == {"cv2": []}
+        assert patches._by_library == {"cv2": []}
 
 
 def _in_child(work: Callable[[], bool]) -> bool:
@@ -297,7 +295,7 @@ def _in_child(work: Callable[[], bool]) -> bool:
 
 def test_a_child_forked_while_the_libraries_are_met_does_not_wait() -> None:
     """The lock of a thread that is not in the child is nobody's there."""
-    with patches._patches.lock:
+    with patches._lock:
 
         def work() -> bool:
             patches.meet()

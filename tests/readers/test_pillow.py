@@ -420,7 +420,7 @@ def test_lazy_images_outlive_the_cache(active: DictStore) -> None:
         images: list[Any] = [Image.open(io.BytesIO(file)), Image.open(io.BytesIO(file)).copy()]
         images += [images[1].copy(), images[1].crop((0, 0, WIDTH, HEIGHT)), images[1].convert("RGB")]
     assert all(lazy_core(image) is not None for image in images)
-    met = [patch for library in patches._patches.by_library.values() for patch in library]
+    met = [patch for library in patches._by_library.values() for patch in library]
     for patch in met:
         patch.take_away()
     try:

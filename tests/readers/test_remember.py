@@ -22,7 +22,8 @@ from hypothesis.extra import numpy as hnp
 import fastload
 from fastload.errors import DecodeMismatchError
 from fastload.readers import results
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, inactive
+from fastload.readers.decode_cache import DecodeCache, inactive
+from fastload.readers.reasons import UNUSUAL
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import facts, overwrite
 

@@ -53,7 +53,7 @@ from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, is_for_child, is_for_other_machines, round_up
 from fastload.nested.leaf import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
-from fastload.readers.decode_cache import FULL
+from fastload.readers.reasons import FULL
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 

@@ -35,7 +35,7 @@ from fastload.cache.ram.arena import Arena, reserve_bytes
 from fastload.cache.ram.table import Table, home_and_tag
 from fastload.errors import SharedMemoryError
 from fastload.memory import segment
-from fastload.readers.decode_cache import FULL
+from fastload.readers.reasons import FULL
 from fastload.system.budget import available_bytes, limit_bytes, parse_memory
 from fastload.system.logs import log, say_once
 
