@@ -116,12 +116,13 @@ class DrawWatch(RandomSource):
     def _draws(self, transform: Any, drawn_from: Any) -> bool:
         """Whether a transform has drawn more than a coin that decides nothing."""
         if isinstance(drawn_from, np.random.RandomState):
-            return bool(drawn_from.get_state()[2] != _POSITION_AT_START)
+            state = drawn_from.get_state(legacy=False)
+            return bool(state["state"]["pos"] != _POSITION_AT_START)
         generator, python = drawn_from
         # albumentations' compositions throw a coin first, at a probability of 1, too.
         always_throws = hasattr(transform, "transforms") and transform.p >= 1
         draws_numpy = state_of(generator) != state_of(np.random.default_rng(self.seed))
-        return draws_numpy or python.num_draws > always_throws
+        return draws_numpy or bool(python.num_draws > always_throws)
 
 
 def drawn_by_both(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
