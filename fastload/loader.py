@@ -28,7 +28,7 @@ from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.torch_path import torch_iterator
 from fastload.readers import patches
-from fastload.rng.generators import tell_of_other_draws, warn_of_unseeded
+from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.system.notes import add_note, suggest_arguments
@@ -368,13 +368,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _host_iterator(self, backend: Backend | None = None) -> Any:
         state = state_of(self)
-        if not state.has_searched_generators:
+        if self.seeding == "sample" and not state.has_searched_generators:
             state.has_searched_generators = True
-            searched = self.dataset, vars(self)["collate_fn"]
-            if self.seeding == "sample":
-                warn_of_unseeded(*searched)
-            elif self.seeding == "worker" and self.num_workers and not _is_of_monai(self.worker_init_fn):
-                tell_of_other_draws(*searched)
+            warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
@@ -517,11 +513,6 @@ def default_options() -> dict[str, Any]:
     """The arguments that torch's loader lacks, and their defaults."""
     parameters = inspect.signature(DataLoader.__init__).parameters
     return {name: parameters[name].default for name in CHECKS}
-
-
-def _is_of_monai(init: Any) -> bool:
-    """Whether a `worker_init_fn` is MONAI's own, which seeds its transforms as with torch's loader."""
-    return str(getattr(init, "__module__", "")).startswith("monai.")
 
 
 def _auto_workers(worker_type: str | RayWorkers) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastload.augmentation.library import AugmentationLibrary
-from fastload.nested.spec import is_namedtuple
+from fastload.nested.tree import is_namedtuple
 from fastload.system.torchvision_arrays import V1_MODULE, V2_MODULE
 
 _PIPELINES = frozenset({"Compose", "RandomApply", "RandomChoice", "RandomOrder"})

@@ -125,23 +125,6 @@ class Packer(pickle.Pickler):
         return by_value.reduce_class(value)
 
 
-class _PlaceCounter(pickle.Pickler):
-    num_places = 0
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not is_leaf(value):
-            return None
-        self.num_places += 1
-        return 0
-
-
-def count_places(batch: Any) -> int:
-    """How often leaves occur in a batch; a container or object that occurs twice counts once."""
-    counter = _PlaceCounter(io.BytesIO())
-    counter.dump(batch)
-    return counter.num_places
-
-
 def pack(batch: Any, allocator: BumpAllocator) -> Packed:
     """Lay ``batch`` out in the allocator's memory, which grows if necessary.
 

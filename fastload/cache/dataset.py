@@ -93,8 +93,8 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
-            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `pre_transform`
-            converts other samples, such as PIL images (``pre_transform=numpy.asarray``) and graphs.
+            numbers, str, bytes, None, and dicts, lists and tuples of these. `pre_transform` converts other
+            samples, such as PIL images (``pre_transform=numpy.asarray``) and namedtuples (``=tuple``).
         transform: The random part, run on every access: an albumentations pipeline (it gets the targets of a
             dict sample, the sample if it is an array, or else its first element), a pipeline of torchvision's
             first transforms or timm's (it gets the image beside labels) or any other callable, such as one of

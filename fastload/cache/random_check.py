@@ -22,7 +22,7 @@ from fastload.cache.sources import MappedDataset
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.attributes import attributes
 from fastload.nested.tree import first_difference
-from fastload.rng.draws import DrawWatch
+from fastload.rng.draws import DrawWatch, drawn_by_both
 from fastload.rng.entry_points import seeded_by
 from fastload.rng.states import LIBRARY_GENERATORS
 from fastload.system.logs import log
@@ -69,7 +69,7 @@ def probe(dataset: Any, *, indices: list[int] | None = None) -> dict[int, Any]:
         try:
             return decode(encode(fresh))  # as bytes: a dataset can reuse its buffer on the next access
         except UnsupportedSampleError as error:
-            if changes[index] and (names := _drawn(changes[index], watch.access(twin, index)[1])):
+            if changes[index] and (names := drawn_by_both(changes[index], watch.access(twin, index)[1])):
                 _reject(dataset, index, "returns a random sample", names)  # it would be the next error
             add_note(error, f"in sample {index} of the dataset")
             raise
@@ -84,7 +84,7 @@ def probe(dataset: Any, *, indices: list[int] | None = None) -> dict[int, Any]:
         _seed(watch, _SEEDS[1])
         for index, sample in samples.items():
             fresh, again = watch.access(twin, index)
-            names = _drawn(changes[index], again)
+            names = drawn_by_both(changes[index], again)
             if (path := first_difference(sample, fresh)) is not None:
                 _reject(dataset, index, f"returns a different sample on every access: {path} differs", names)
             if names:
@@ -120,11 +120,6 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         listed = ", ".join(map(str, indices))
         add_note(errors[0], f"none of the {len(indices)} samples that were probed can be read: {listed}")
         raise errors[0]
-
-
-def _drawn(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
-    """What both accesses to a sample drew from; what it seeds each time ends in the same state."""
-    return [name for name in again if name in changes and again[name] != changes[name]]
 
 
 def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> NoReturn:

@@ -178,7 +178,6 @@ def decode(record: bytes | memoryview) -> Any:
 
     Raises:
         CacheCorruptError: The bytes are not a record of this format version.
-        CacheError: The class of a namedtuple is not imported in this process.
     """
     memory = memoryview(record)
     spec, _, spans = outline(memory)

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 # per stream: if each new loader made a new stream, memory would grow.
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 
-# Of drivers of NVIDIA and AMD: they exist only on a machine with a GPU.
-_DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")
-
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
 
 
@@ -80,8 +77,8 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | No
         reason = why_unavailable(None)
         if reason is None:
             return Backend(None)
-        level = logging.WARNING if _expects_gpu() else logging.INFO
-        say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
+        # No warning: torch gives one where there is a GPU that does not work.
+        say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", logging.INFO)
         return None
     if requested.type == "cpu":
         return None
@@ -92,14 +89,6 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | No
             "device='auto' uses the CPU where there is no CUDA"
         )
     return Backend(requested.index)
-
-
-def _expects_gpu() -> bool:
-    """Whether this machine, or its scheduler, has a GPU for this process: without it, something is wrong."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return any(map(os.path.exists, _DRIVERS))
-    return visible.strip() not in ("", "-1")  # these hide all GPUs on purpose
 
 
 def why_unavailable(index: int | None) -> str | None:

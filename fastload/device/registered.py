@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.batch.packing import count_places, is_leaf
-from fastload.nested.tree import map_device_leaves
+from fastload.nested.tree import is_namedtuple
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
@@ -87,35 +86,19 @@ class RegisteredSlots:
             say_once(f"a slot could not be unregistered: {reason}")
 
 
+# A part of a batch of another type can hold tensors where a prefetcher does not look.
+_KNOWN = frozenset({torch.Tensor, np.ndarray, str, bytes, int, float, bool, type(None)})
+
+
 def hides_tensors(batch: Any) -> bool:
-    """Whether some leaves of the unpacked batch are in objects that a prefetcher does not look into.
+    """Whether tensors of the unpacked batch can be in objects that a prefetcher does not look into.
 
-    Tensors in these objects stay on the host when it copies the batch to the device. An object that has a
-    ``to`` moves the tensors in its attributes and items.
+    They stay on the host when it copies the batch to the device, and the caller keeps them: they must not lie
+    in a slot that the device reads.
     """
-    num_visible = 0
-    seen: dict[int, Any] = {}  # containers and objects: pickle, too, writes each once
-
-    def is_seen(part: Any) -> bool:
-        if isinstance(part, torch.Tensor):
-            return False  # it counts at each place
-        if type(part) is np.ndarray or id(part) in seen:
-            return True
-        seen[id(part)] = part
-        return False
-
-    def note(leaf: Any) -> Any:
-        nonlocal num_visible
-        if isinstance(leaf, torch.Tensor) or type(leaf) is np.ndarray:
-            num_visible += is_leaf(leaf)
-        elif id(leaf) not in seen:  # it has a `to`
-            seen[id(leaf)] = leaf
-            for part in (*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, tuple) else ())):
-                map_device_leaves(part, note, is_seen)
-        return leaf
-
-    map_device_leaves(batch, note, is_seen)
-    try:
-        return num_visible < count_places(batch)
-    except Exception:  # noqa: BLE001  # objects that only Ray's own pickle can write
-        return True
+    kind = type(batch)
+    if kind in (dict, list, tuple) or is_namedtuple(batch):
+        return any(map(hides_tensors, batch.values() if kind is dict else batch))
+    return not isinstance(batch, np.generic) and (
+        kind not in _KNOWN or (kind is np.ndarray and batch.dtype.hasobject)
+    )

@@ -1,21 +1,16 @@
-"""Describes the structure of a sample without its values: dicts, lists, tuples and namedtuples around leaves.
+"""Describes the structure of a sample without its values: dicts, lists and tuples around leaves.
 
-A spec's node is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`. Rules:
-
-1. Only exact built-in containers and namedtuples are allowed; dict keys are str and keep their order.
-2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
-   the class is looked up in the modules that this process has already imported. A spec sent to a worker takes
-   its classes along (pickled by reference), so the worker imports them too.
+A spec's node is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`. Only exact
+built-in containers are allowed; dict keys are str and keep their order.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
+from fastload.errors import CacheCorruptError, UnsupportedSampleError
 from fastload.nested.leaf import BARE_KINDS, TEXT_KINDS, Leaf, fixed_nbytes
 from fastload.nested.leaves import describe
 
@@ -25,7 +20,7 @@ if TYPE_CHECKING:
 Node = tuple[Any, ...]
 
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
-_CONTAINERS = ("tuple", "list", "dict", "namedtuple")
+_CONTAINERS = ("tuple", "list", "dict")
 _WHERE_TO_CHANGE_IT = (
     "Change it in the dataset, or in a function that you pass as CachedDataset(pre_transform=function); or "
     'cache by file, which takes any samples: DataLoader(dataset, cache="ram")'
@@ -75,11 +70,7 @@ class Spec:
         return self._flat_type or self.build
 
     def build(self, values: Iterable[Any]) -> Any:
-        """The sample with these values, one per leaf, in order.
-
-        Raises:
-            CacheError: The class of a namedtuple is not imported in this process.
-        """
+        """The sample with these values, one per leaf, in order."""
         if self._flat_type is not None:  # most samples: faster than the walk
             return self._flat_type(values)
         return _build(self.node, iter(values))
@@ -96,9 +87,8 @@ class Spec:
     def __hash__(self) -> int:
         return hash(self.text)  # not of the node: Python keeps the hash of bytes, but not of a tuple
 
-    def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes, tuple[type, ...]]]:
-        named = (part for _, part in _walk(self.node) if part[0] == "namedtuple")
-        return _load, (self.text, tuple(_namedtuple_type(*part[1:4]) for part in named))
+    def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes]]:
+        return Spec.parse, (self.text,)
 
     def __repr__(self) -> str:
         return f"Spec({self.text.decode()})"
@@ -107,11 +97,6 @@ class Spec:
 @lru_cache(maxsize=1024)
 def _spec_of(node: Node) -> Spec:
     return Spec(node)
-
-
-def _load(text: bytes, types: tuple[type, ...]) -> Spec:
-    """Unpickle; pickle imports the modules of the classes in `types`."""
-    return Spec.parse(text)
 
 
 # --- from a sample to its spec ---------------------------------------------------------------------------
@@ -144,10 +129,6 @@ def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
                     f"{path_text(path)}: dict key {key!r} is a {type(key).__name__}: use plain str keys"
                 )
         return "dict", tuple([(key, _describe(item, (*path, key), values)) for key, item in value.items()])
-    if is_namedtuple(value):
-        _check_depth(path)
-        items = tuple([_describe(item, (*path, i), values) for i, item in enumerate(value)])
-        return "namedtuple", *_class_name(kind, path), tuple(kind._fields), items
     try:
         leaf, stored = describe(value)
     except UnsupportedSampleError as error:
@@ -174,22 +155,6 @@ def path_text(path: Iterable[Any]) -> str:
     return "$" + "".join(f"[{json.dumps(part)}]" for part in path)
 
 
-def is_namedtuple(value: Any) -> bool:
-    """Whether a value is an instance of a namedtuple class."""
-    return isinstance(value, tuple) and hasattr(type(value), "_fields") and hasattr(type(value), "_make")
-
-
-def _class_name(kind: type, path: tuple[Any, ...]) -> tuple[str, str]:
-    # multiprocessing imports the main script under a different name in spawned workers.
-    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
-    if _find_class(module, kind.__qualname__) is not kind:
-        raise UnsupportedSampleError(
-            f"{path_text(path)}: the class {module}.{kind.__qualname__} cannot be found by that name: "
-            "define the namedtuple at the top of a module, or return a plain tuple"
-        )
-    return module, kind.__qualname__
-
-
 # --- from a spec to a sample -----------------------------------------------------------------------------
 
 
@@ -206,49 +171,19 @@ def _build(node: Node, values: Iterator[Any], *, is_batch: bool = False) -> Any:
     if kind not in _CONTAINERS:
         return next(values)
     if kind == "dict":
-        return {key: _build(child, values, is_batch=is_batch) for key, child in _children(node)}
+        return {key: _build(child, values, is_batch=is_batch) for key, child in node[1]}
     items = []
-    for _, child in _children(node):
+    for child in node[1]:
         item = _build(child, values, is_batch=is_batch)
         items.append(tuple(item) if is_batch and child[0] in TEXT_KINDS else item)
-    if kind == "namedtuple":
-        return _namedtuple_type(*node[1:4])(*items)
     return tuple(items) if kind == "tuple" and not is_batch else items
-
-
-def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any:
-    cls = _find_class(module, qualname)
-    is_tuple_class = isinstance(cls, type) and issubclass(cls, tuple)
-    if not is_tuple_class or getattr(cls, "_fields", None) != fields:
-        raise CacheError(
-            f"a cached sample is a namedtuple {module}.{qualname}{fields}, but no such class is imported in "
-            f"this process: import {module} before reading the cache"
-        )
-    return cls
-
-
-def _find_class(module: str, qualname: str) -> Any:
-    value: Any = sys.modules.get(module)
-    for name in qualname.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-# --- walks -----------------------------------------------------------------------------------------------
-
-
-def _children(node: Node) -> list[tuple[Any, Node]]:
-    """Keys and nodes of a container's children."""
-    if node[0] == "dict":
-        return list(node[1])
-    return list(enumerate(node[4] if node[0] == "namedtuple" else node[1]))
 
 
 def _walk(node: Node, path: str = "$") -> Iterator[tuple[str, Node]]:
     """The path of every node, and the node."""
     yield path, node
     if node[0] in _CONTAINERS:
-        for key, child in _children(node):
+        for key, child in node[1] if node[0] == "dict" else enumerate(node[1]):
             yield from _walk(child, f"{path}[{json.dumps(key)}]")
 
 
@@ -266,10 +201,6 @@ def _parse_node(data: Any, depth: int = 0) -> Node:
             nodes = tuple([(key, _parse_node(item, depth + 1)) for key, item in pairs])
             if all(type(key) is str for key, _ in nodes):
                 return "dict", nodes
-        case ["namedtuple", str(module), str(name), list(fields), list(items)]:
-            if len(fields) == len(items) and all(type(field) is str for field in fields):
-                parts = tuple([_parse_node(item, depth + 1) for item in items])
-                return "namedtuple", module, name, tuple(fields), parts
         case ["array" | "tensor" as kind, str(dtype), list(shape)]:
             if len(shape) <= MAX_DEPTH and all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
                 return kind, dtype, tuple(shape)

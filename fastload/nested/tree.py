@@ -13,7 +13,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,6 +102,11 @@ def _with(value: Any, kind: str, changed: dict[Any, Any]) -> Any:
         return type(value)(content)
     except TypeError:  # the constructor takes something else
         return content  # as torch's pin_memory does
+
+
+def is_namedtuple(value: Any) -> bool:
+    """Whether a value is an instance of a namedtuple class."""
+    return isinstance(value, tuple) and hasattr(type(value), "_fields") and hasattr(type(value), "_make")
 
 
 def leaves(nest: Any) -> list[Any]:
@@ -288,32 +292,14 @@ def map_device_leaves(
     """
 
     def is_device_leaf(part: Any) -> bool:
-        can_move = isinstance(part, torch.Tensor) or _moves(part.__class__)[0]
-        return can_move or (is_leaf is not None and is_leaf(part))
+        return hasattr(part.__class__, "to") or (is_leaf is not None and is_leaf(part))
 
     return map_leaves(value, lambda leaf: function(leaf) if is_device_leaf(leaf) else leaf, is_device_leaf)
 
 
 def move_leaf(leaf: Any, device: torch.device) -> Any:
     """``leaf.to(device)``, with ``non_blocking=True`` if the leaf's ``to`` takes it."""
-    if isinstance(leaf, torch.Tensor) or _moves(leaf.__class__)[1]:
+    try:
         return leaf.to(device, non_blocking=True)
-    return leaf.to(device)
-
-
-@functools.lru_cache(maxsize=1024)
-def _moves(cls: type) -> tuple[bool, bool]:
-    """Whether a class's ``to`` moves to a device, and whether it takes ``non_blocking``.
-
-    In many classes ``to`` converts units or formats. One that moves has a ``non_blocking`` argument, the
-    signature ``(self, *args, **kwargs)`` (as in torch's own classes), or a first argument ``device``.
-    """
-    method = inspect.getattr_static(cls, "to", None)
-    if not inspect.isfunction(method):
-        return False, False
-    _, *parameters = inspect.signature(method).parameters.values()
-    kinds = [parameter.kind for parameter in parameters]
-    is_general = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-    names = [parameter.name for parameter in parameters]
-    takes_non_blocking = is_general or "non_blocking" in names
-    return takes_non_blocking or names[:1] == ["device"], takes_non_blocking
+    except TypeError:
+        return leaf.to(device)

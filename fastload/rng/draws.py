@@ -15,14 +15,13 @@ import copy
 import functools
 import random
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.rng.entry_points import RandomSource, seeded_by
 from fastload.rng.generators import Search
-from fastload.rng.states import LIBRARY_GENERATORS, state_of, state_reader
+from fastload.rng.states import LIBRARY_GENERATORS, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from fastload.rng.entry_points import Pair
 
 _LIBRARY_NAMES = ("random", "torch's default generator", "numpy.random")
-_MAX_UNCONFIRMED = 3
 _POSITION_AT_START = 624  # of a Mersenne Twister
 
 
@@ -54,8 +52,6 @@ class DrawWatch(RandomSource):
         super().__init__()
         self.seed = 0
         self._dataset = dataset
-        self._num_unconfirmed: Counter[str] = Counter()
-        self._confirmed: set[str] = set()
         self._of_transforms: dict[int, tuple[Any, Any]] = {}  # by id: a transform and what it draws from
 
     def __reduce__(self) -> Any:
@@ -67,18 +63,13 @@ class DrawWatch(RandomSource):
         held = {described.path: described.generator for described in Search(self._dataset).seedable}
         return dict(zip(_LIBRARY_NAMES, LIBRARY_GENERATORS, strict=True)) | held
 
-    @functools.cached_property
-    def _readers(self) -> dict[str, Callable[[], Any]]:
-        return {name: state_reader(generator) for name, generator in self.generators.items()}
-
     def access(self, dataset: Any, index: int) -> tuple[Any, dict[str, Any]]:
         """A sample, and the states afterwards of the generators that this access has changed, by name."""
-        readers = self._readers
-        before = [read() for read in readers.values()]
+        before = list(map(state_of, self.generators.values()))
         self._of_transforms.clear()
         with seeded_by(self):
             sample = dataset[index]
-        states = zip(readers, before, [read() for read in readers.values()], strict=True)
+        states = zip(self.generators, before, map(state_of, self.generators.values()), strict=True)
         changes = {name: new for name, old, new in states if old != new}
         for transform, drawn_from in self._of_transforms.values():
             if self._draws(transform, drawn_from):  # outside of this source, the next draw would be another
@@ -88,35 +79,22 @@ class DrawWatch(RandomSource):
     def read(self, dataset: Any, index: int) -> tuple[Any, list[str]]:
         """A sample, and the names of the generators that it depends on: the next access gives another sample.
 
-        Watches nothing outside of the main thread, beside which other threads can draw.
+        A sample that draws is read again: the first access can draw for what is made once, or wait a random
+        time for a store that was busy; and a dataset can seed for each sample. Watches nothing outside of the
+        main thread, beside which other threads can draw.
         """
         if threading.current_thread() is not threading.main_thread():
             return dataset[index], []
         sample, changes = self.access(dataset, index)
         if not changes:
             return sample, []
-        drawn = sorted(self._confirmed & changes.keys())
-        if not drawn:
-            sample = copy.deepcopy(sample)  # a dataset can reuse its buffer
-            drawn = self._confirm(dataset, index, changes)
-        if drawn and not changes.keys() <= self._readers.keys():
-            return dataset[index], drawn  # a transform draws from its own random stream
-        return sample, drawn
-
-    def _confirm(self, dataset: Any, index: int, changes: dict[str, Any]) -> list[str]:
-        """Read a sample again: which generators does each access draw from, not the first one alone?
-
-        The first access can import a module, or wait a random time for a store that was busy.
-        """
+        sample = copy.deepcopy(sample)  # a dataset can reuse its buffer
         with seeded_by(None, self.generators.values()):  # the sample has drawn what it draws without a watch
             _, again = self.access(dataset, index)
-        drawn = [name for name in changes if name in again and again[name] != changes[name]]
-        self._confirmed.update(drawn)
-        for name in changes.keys() - drawn:
-            self._num_unconfirmed[name] += 1
-            if self._num_unconfirmed[name] == _MAX_UNCONFIRMED:  # the dataset seeds it for each sample
-                self._readers.pop(name, None)
-        return drawn
+        drawn = drawn_by_both(changes, again)
+        if drawn and not changes.keys() <= self.generators.keys():
+            return dataset[index], drawn  # a transform draws from its own random stream
+        return sample, drawn
 
     def pair(self, pipeline: Any) -> Pair:
         """The generators of one transform."""
@@ -139,27 +117,30 @@ class DrawWatch(RandomSource):
         """Whether a transform has drawn more than a coin that decides nothing."""
         if isinstance(drawn_from, np.random.RandomState):
             state = drawn_from.get_state(legacy=False)
-            position = state["state"]["pos"]
-            draws_coin = position == 2 and not state["has_gauss"]  # a float takes two words
-            return bool(position != _POSITION_AT_START and not (draws_coin and _always_runs(transform)))
+            return bool(state["state"]["pos"] != _POSITION_AT_START)
         generator, python = drawn_from
-        draws_coin = (python.num_floats, python.num_integers) == (1, 0) and _always_runs(transform)
-        draws_python = python.num_floats + python.num_integers > 0 and not draws_coin
-        return draws_python or state_of(generator) != state_of(np.random.default_rng(self.seed))
+        # albumentations' compositions throw a coin first, at a probability of 1, too.
+        always_throws = hasattr(transform, "transforms") and transform.p >= 1
+        draws_numpy = state_of(generator) != state_of(np.random.default_rng(self.seed))
+        return draws_numpy or bool(python.num_draws > always_throws)
+
+
+def drawn_by_both(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """What both accesses to a sample drew from; what the dataset seeds each time ends in the same state."""
+    return [name for name in changes if name in again and again[name] != changes[name]]
 
 
 class _CountingRandom(random.Random):
     """Counts its draws; a range of one value draws nothing."""
 
-    num_floats = 0
-    num_integers = 0
+    num_draws = 0
 
     def random(self) -> float:
-        self.num_floats += 1
+        self.num_draws += 1
         return super().random()
 
     def getrandbits(self, k: int, /) -> int:
-        self.num_integers += 1
+        self.num_draws += 1
         return super().getrandbits(k)
 
     def uniform(self, a: float, b: float) -> float:
@@ -167,14 +148,3 @@ class _CountingRandom(random.Random):
 
     def randint(self, a: int, b: int) -> int:
         return a if a == b else super().randint(a, b)
-
-
-def _always_runs(transform: Any) -> bool:
-    """Whether the one number that a transform drew was a coin that decides nothing.
-
-    albumentations' compositions and MONAI's transforms throw it at a probability of 1, too.
-    """
-    probability = getattr(transform, "prob", None)
-    if probability is None and hasattr(transform, "transforms"):
-        probability = getattr(transform, "p", None)
-    return isinstance(probability, (int, float)) and probability >= 1

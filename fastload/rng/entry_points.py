@@ -209,16 +209,6 @@ def _hook(base: RandomClass, cls: Any) -> None:
         return
     for name, kind in base.generators.items():
         setattr(cls, name, _generator_property(cls, name, kind))
-    own = vars(cls).get("__init_subclass__")
-
-    def init_subclass(subclass: Any, /, **options: Any) -> None:
-        if own is None:
-            super(cls, subclass).__init_subclass__(**options)
-        else:
-            own.__func__(subclass, **options)
-        _hook_methods(subclass)
-
-    cls.__init_subclass__ = classmethod(init_subclass)
     queue = [cls]
     while queue:
         _hook_methods(queue[-1])

@@ -32,7 +32,7 @@ from fastload.system.logs import log, say_once
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-_CHUNK_ELEMENTS = 100  # elements of a container that one round of the search visits
+_MAX_ELEMENTS = 1_000  # of a container, that are visited
 _MAX_VISITS = 100_000  # objects in one search; a fraction of a second
 
 Path = tuple[tuple[bool, Any], ...]  # steps: whether it is an element, and its key or name
@@ -42,12 +42,8 @@ class Search:
     """Find the generators in attributes of a dataset, and then what others a collate_fn has.
 
     The search is breadth-first. It follows attributes, also in ``__slots__`` and of partials and bound
-    methods, and the elements of dicts, lists, tuples and deques. It does not follow functions, classes,
-    modules, sets and object arrays.
-
-    Containers are visited 100 elements at a time, in rounds; the search ends after a round that finds nothing
-    new. So in a list of 1,001 datasets with one generator each all generators are found, and a list of a
-    million paths takes no longer than a list of a hundred.
+    methods, and the first thousand elements of dicts, lists, tuples and deques. It does not follow functions,
+    classes, modules, sets and object arrays.
 
     Attributes:
         held: The generators in the dataset, nearest first, then those that only the collate_fn has. Not the
@@ -80,26 +76,22 @@ class Search:
         return holders
 
     def _walk(self, owner: str, root: Any) -> None:
-        num_held, num_before = len(self.held), 0
+        num_held = len(self.held)
         bases = {id(cls) for _, cls in random_bases()}
         self._seen[id(root)] = root
-        queue: collections.deque[tuple[Any, Path, int]] = collections.deque([(root, (), 0)])
-        long: list[tuple[Any, Path, int]] = []  # containers, and how many of their elements were visited
+        queue: collections.deque[tuple[Any, Path]] = collections.deque([(root, ())])
         max_seen = len(self._seen) + _MAX_VISITS
         while queue:
-            value, path, start = queue.popleft()
+            value, path = queue.popleft()
             is_transform = not bases.isdisjoint(map(id, read_mro(type(value))))
             if issubclass(type(value), _GENERATORS):
                 stream = f"{owner} {len(self.held) - num_held}".encode()
                 steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
                 self.held.append(HeldGenerator(value, stream, _seeder_of(value), "".join((owner, *steps))))
-            elif is_transform and start == 0:
+            elif is_transform:
                 self.transforms.append(value)
-            stop = start + _CHUNK_ELEMENTS
-            parts = [((True, key), part) for key, part in itertools.islice(_elements(value), start, stop)]
-            if len(parts) == _CHUNK_ELEMENTS:
-                long.append((value, path, stop))
-            if start == 0 and id(type(value)) not in _BUILTIN and not issubclass(type(value), _LEAVES):
+            parts = [((True, key), part) for key, part in itertools.islice(_elements(value), _MAX_ELEMENTS)]
+            if id(type(value)) not in _BUILTIN and not issubclass(type(value), _LEAVES):
                 passed_over = _OF_TRANSFORMS if is_transform else ()
                 named = attributes(value).items()
                 parts += [((False, name), part) for name, part in named if name not in passed_over]
@@ -108,7 +100,7 @@ class Search:
                     self._holders[id(part)].append(value)
                     if id(part) not in self._seen:
                         self._seen[id(part)] = part
-                        queue.append((part, (*path, step), 0))
+                        queue.append((part, (*path, step)))
             if len(self._seen) > max_seen:
                 log.warning(
                     "The search for random generators ended after %d objects; those deeper in the dataset or "
@@ -116,10 +108,6 @@ class Search:
                     _MAX_VISITS,
                 )
                 return
-            if not queue and (found := len(self.held) - num_held + len(self.transforms)) > num_before:
-                num_before = found
-                queue.extend(long)
-                long = []
 
 
 # --- what the search passes over ---------------------------------------------------------------------------
@@ -200,23 +188,6 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
                 "draws depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )
-
-
-def tell_of_other_draws(dataset: Any, collate_fn: Any) -> None:
-    """Log once that workers seed transforms which keep a RandomState, MONAI's, although the user has."""
-    bases = [
-        (cls, base.generators.keys()) for base, cls in random_bases() if "legacy" in base.generators.values()
-    ]
-    transforms = Search(dataset, collate_fn).transforms if bases else []
-    seeded = (
-        isinstance(each, cls) and names & vars(each).keys() for each in transforms for cls, names in bases
-    )
-    if any(seeded):
-        say_once(
-            "MONAI's random transforms draw from the loader's seed, differently in each worker, unless a "
-            "worker_init_fn seeds them. Under torch's loader they draw other numbers, the same ones in each "
-            'worker; seeding="torch" (fastload run --seeding torch) gives these'
-        )
 
 
 def pcg64_state(state: int, increment: int) -> Any:

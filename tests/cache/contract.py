@@ -57,7 +57,7 @@ class CacheContract(ABC):
         sample = cache.get(3)
         image = sample["image"] if isinstance(sample, dict) else sample[0]
         if isinstance(sample, dict):
-            sample["pair"].image.fill_(-1)
+            sample["pair"][0].fill_(-1)
 
         with pytest.raises(ValueError, match="read-only"):
             image[0] = 0

@@ -53,8 +53,6 @@ def read_record(record):
             return {"tuple": tuple, "list": list}[kind](read(*node) for node in more[0])
         if kind == "dict":
             return {name: read(*node) for name, node in more[0]}
-        if kind == "namedtuple":
-            return ".".join(more[:2]), dict(zip(more[2], (read(*node) for node in more[3]), strict=True))
         unit = 64 if kind in ("array", "tensor") else 8
         start = -(-(place + at) // unit) * unit - place
         at = start + next(lengths)

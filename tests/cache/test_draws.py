@@ -226,6 +226,7 @@ CROP = A.RandomCrop(1, 1)
 RARE: Any = {
     "random": lambda: random.getrandbits(30),
     "numpy": lambda: np.random.randint(1 << 30),
+    "numpy, normal": lambda: int(np.random.normal() * (1 << 30)),  # numpy keeps every second one
     "torch": lambda: int(torch.randint(1 << 30, ())),
     "albumentations": lambda: int(CROP(image=PIXELS)["image"][0, 0, 0]),
 }

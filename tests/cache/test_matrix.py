@@ -16,7 +16,7 @@ import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.images.folder import ImageFolder
 from fastload.images.remote import RemoteFiles
-from tests.cache.zoo import Everything, Images, Made, MixedImages, Pair, RaggedImages, Triple
+from tests.cache.zoo import Everything, Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples, read_epoch
 from tests.kit.remote import FaultyFileSystem, register, upload
 
@@ -172,8 +172,6 @@ SAMPLES: dict[str, Any] = {
     "tuple": lambda i: (np.full(2, i), i),
     "list": lambda i: [np.full(2, i), i],
     "dict": lambda i: {"b": np.full(2, i), "a": {"c": i}},
-    "namedtuple": lambda i: Pair(i, [float(i)]),
-    "untyped namedtuple": lambda i: Triple(i, (i,), {"x": i}),
     "deep": lambda i: ({"x": [(i, (np.ones(2), "s"))]},),
     "empty tuple": lambda i: (i, ()),
     "empty dict": lambda i: {"x": i, "y": {}},

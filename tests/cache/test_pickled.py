@@ -181,7 +181,7 @@ def every_kind(folder: Path) -> dict[str, CachedDataset]:
         "ram": CachedDataset(Images(8)),
         "a key, a transform": CachedDataset(Images(8), darker, cache_key="photos"),
         "pre_transform": CachedDataset(Images(8), pre_transform=darker),
-        "namedtuples": CachedDataset(Everything(8)),
+        "nests": CachedDataset(Everything(8)),
         "a pipeline": CachedDataset(photos, crop),
         "none": CachedDataset(photos, crop, cache=None),
         "file": CachedDataset(Images(8), cache=file),

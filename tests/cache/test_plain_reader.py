@@ -24,12 +24,12 @@ from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.cache.lmdb_file import FORMAT_VERSION
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
-from fastload.nested.spec import flatten, is_namedtuple
+from fastload.nested.spec import flatten
 from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Everything, Images, Made, Pair
+from tests.cache.zoo import Everything, Images, Made
 from tests.kit.batches import assert_same_samples
 from tests.kit.numbered_files import key_of
 
@@ -41,10 +41,7 @@ TENSORS = [name for name in TENSOR_STORAGE if hasattr(torch, name)]
 
 
 def plain(value: Any) -> Any:
-    """A sample as the reader returns it: tensors as the arrays that store them, names for classes."""
-    if is_namedtuple(value):
-        kind = type(value)
-        return f"{kind.__module__}.{kind.__name__}", dict(zip(kind._fields, map(plain, value), strict=True))
+    """A sample as the reader returns it: tensors as the arrays that store them."""
     if isinstance(value, dict):
         return {name: plain(part) for name, part in value.items()}
     if isinstance(value, (tuple, list)):
@@ -64,7 +61,7 @@ def values(index: int) -> Any:
         "scalars": [np.float16(0.5), np.datetime64("2026-01-02"), np.zeros(1, "V5")[0]],
         "numbers": (index, -(10**30), 0.1, float("inf"), True, False, None),
         "texts": ["", "ä\udc80" * index, b"\0\xff", np.str_("s"), np.bytes_(b"b")],
-        "pair": Pair({"empty": ()}, []),
+        "pair": ({"empty": ()}, []),
         "ä": 1,
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import copy
 import random
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +14,6 @@ import torch
 class Pair(NamedTuple):
     image: Any
     label: Any
-
-
-Triple = namedtuple("Triple", "a b c")
 
 
 class Images:
@@ -95,7 +91,7 @@ class Everything(Images):
         rng = np.random.RandomState(index)
         return {
             "image": rng.randint(0, 256, (4, 5, 3), np.uint8),
-            "pair": Pair(torch.arange(3) + index, rng.rand()),
+            "pair": (torch.arange(3) + index, rng.rand()),
             "more": [index % 2 == 0, f"name-{index}", b"\x00" * (index % 9), np.float32(index)],
             "half": (torch.full((2,), index, dtype=torch.bfloat16), np.int16(index)),
             "zero": np.zeros((0, 3), np.float32),

@@ -155,7 +155,8 @@ def test_transforms_run_under_a_default_device(place: Any, transform: Any) -> No
 def test_gathered_batches_are_those_of_the_ordinary_way(place: Any) -> None:
     """A dataset whose columns lie on the device gives the same batches, bit for bit."""
     augment = [RandomCrop(8, 2), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
-    images, labels = (column.cuda() for column in torch.utils.data.default_collate(list(IMAGES)))
+    samples = [IMAGES[index] for index in range(len(IMAGES))]
+    images, labels = (column.cuda() for column in torch.utils.data.default_collate(samples))
     ordinary = DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=augment)
     gather = [lambda rows: [images[rows], labels[rows]], *augment]
     gathering = DataLoader(range(len(IMAGES)), 4, seeding="sample", device="cuda", device_transform=gather)

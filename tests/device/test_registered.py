@@ -97,7 +97,7 @@ def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_pinned(place: Place)
     ],
 )
 def test_what_passes_through_is_the_callers_own(fake: FakeBackend, collate: Any, is_in_place: bool) -> None:
-    """Arrays, and tensors in objects nobody looks into, are copied; objects that move themselves are not."""
+    """Arrays, and tensors in objects nobody looks into, are copied; a PackedSequence is not."""
     with DataLoader(IMAGES, 4, collate_fn=collate, **PERSISTENT) as loader:
         batches = list(on(fake, loader))
         assert bool(fake.registered) == is_in_place
@@ -313,9 +313,9 @@ def shared_dict_and_box(samples: list[Any]) -> Any:
     return [one, one, datasets.Box(images.clone())]
 
 
-def mover_and_box(samples: list[Any]) -> Any:
+def mover(samples: list[Any]) -> Any:
     images, _ = torch.utils.data.default_collate(samples)
-    return [images, MovesItself(images.clone()), datasets.Box(images.clone())]
+    return [images, MovesItself(images.clone())]
 
 
 def same_tensor_in_a_box(samples: list[Any]) -> Any:
@@ -323,22 +323,31 @@ def same_tensor_in_a_box(samples: list[Any]) -> Any:
     return [images, datasets.Box(images)]
 
 
-def mover_alone(samples: list[Any]) -> Any:
+def box_in_an_array(samples: list[Any]) -> Any:
     images, _ = torch.utils.data.default_collate(samples)
-    return [images, MovesItself(images.clone()), [1, 1, (2, 2)], (3,), (3,)]
+    return [images, np.array([datasets.Box(images.clone())], object)]
+
+
+def known_parts(samples: list[Any]) -> Any:
+    images, _ = torch.utils.data.default_collate(samples)
+    return [images, {"x": (images.clone(), "text", b"", 1.5, None)}, np.int64(3), (3,), (3,)]
 
 
 @pytest.mark.parametrize(
     ("collate", "is_copied"),
-    [(shared_dict_and_box, True), (mover_and_box, True), (same_tensor_in_a_box, True), (mover_alone, False)],
+    [
+        *((shared_dict_and_box, True), (mover, True), (same_tensor_in_a_box, True)),
+        *((box_in_an_array, True), (known_parts, False)),
+    ],
 )
 def test_hidden_tensors_are_never_those_of_registered_slots(
     fake: FakeBackend, collate: Any, is_copied: bool
 ) -> None:
-    """Whatever else the batch holds: shared containers, objects that move themselves, the tensor itself."""
+    """A batch with an object of an unknown type is copied whole, also if the object moves itself."""
     with DataLoader(IMAGES, 4, collate_fn=collate, device="cuda", **PERSISTENT) as loader:
         for batch in loader:
-            hidden = [part.content for part in batch if isinstance(part, datasets.Box)]
+            parts = [part[0] if isinstance(part, np.ndarray) else part for part in batch]
+            hidden = [part.content for part in parts if isinstance(part, datasets.Box)]
             assert not any(map(fake._is_registered, hidden))
             fake.drain()
         assert (loader.stats().num_copies == 16) == is_copied

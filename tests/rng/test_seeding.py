@@ -20,7 +20,6 @@ from fastload.augmentation.albumentations.library import Albumentations
 from fastload.rng import entry_points
 from fastload.rng.entry_points import seeded_by
 from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
-from fastload.system.logs import say_once
 from tests.kit import datasets
 from tests.resume.loaders import seeded
 from tests.rng import pipelines_zoo as zoo
@@ -249,11 +248,6 @@ class Drawn:
         return int(self.transform.R.randint(1 << 30))
 
 
-def _init_of_monai(worker_id: int) -> None:
-    """Stands for the worker_init_fn of MONAI, which seeds the transforms of the dataset."""
-
-
-_init_of_monai.__module__ = "monai.data.utils"
 SEEDED: dict[str, Any] = {
     "a transform": lambda: Randomizable().set_random_state(1),
     "a composition": lambda: Composed(Randomizable()).set_random_state(1),
@@ -262,38 +256,12 @@ SEEDED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SEEDED)
-@pytest.mark.parametrize("workers", [PROCESSES, THREADS], ids=["processes", "threads"])
-def test_who_seeds_monai_is_told_once_that_workers_draw_otherwise(
-    kind: str, workers: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The line names what brings torch's numbers, and that is true."""
-    say_once.cache_clear()
+def test_objects_of_monai_that_the_user_seeds_draw_torchs_numbers_with_seeding_torch(kind: str) -> None:
+    """And others in workers by default."""
     expected = run(Drawn(SEEDED[kind]()), cls=torch.utils.data.DataLoader, **PROCESSES)
-    for _ in range(2):
-        assert run(Drawn(SEEDED[kind]()), epochs=2, **workers)[:1] != expected
-    lines = [record for record in caplog.records if "MONAI" in record.message]
-
-    assert [record.levelname for record in lines] == ["WARNING"]
-    assert 'seeding="torch"' in lines[0].message
+    for workers in (PROCESSES, THREADS):
+        assert run(Drawn(SEEDED[kind]()), **workers) != expected
     assert run(Drawn(SEEDED[kind]()), seeding="torch", **PROCESSES) == expected
-
-
-@pytest.mark.parametrize(
-    ("transform", "options"),
-    [
-        (Randomizable(), PROCESSES),
-        (Randomizable().set_random_state(1), {}),
-        (Randomizable().set_random_state(1), PROCESSES | {"seeding": "torch"}),
-        (Randomizable().set_random_state(1), PROCESSES | {"seeding": "sample"}),
-        (Randomizable().set_random_state(1), PROCESSES | {"worker_init_fn": _init_of_monai}),
-    ],
-)
-def test_who_draws_as_expected_is_told_nothing(transform: Any, options: Any, caplog: Any) -> None:
-    """Without a seed, without workers, with another seeding, and where MONAI's own function seeds workers."""
-    say_once.cache_clear()
-    run(Drawn(transform), **options)
-
-    assert "MONAI" not in caplog.text
 
 
 # --- in threads ------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.kit.datasets import Point
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -70,7 +68,7 @@ def nest(index: int, group: int) -> Any:
     side, word = side_of(group), f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}"
     return {
         "image": array(index, (side, 3, 2)),
-        "point": Point(tensor(index, (2,), "bfloat16"), {"z": tensor(index, (side,), "int64", 1)}),
+        "point": (tensor(index, (2,), "bfloat16"), {"z": tensor(index, (side,), "int64", 1)}),
         "pair": (torch.tensor(float(index)), [index, array(index, (2, side), "int64", 2)]),
         "texts": [word * (index % 4), (word, bytes([index % 256]) * (index % 9))],
         "numbers": [

@@ -11,8 +11,7 @@ from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_
 from fastload.augmentation.albumentations.pipelines import is_of_albumentations, only_reads
 from fastload.augmentation.albumentations.targets import check_moved
 from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
-from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import structure_of
+from fastload.nested.tree import is_namedtuple, structure_of
 
 if TYPE_CHECKING:
     from fastload.augmentation.albumentations.crop import CropInDecoder
