@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import LEARNING, UNCOMPRESSED, DecodeCache, activate
@@ -12,21 +12,6 @@ from fastload.readers.resizes import Resizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class _Nothing:
-    """A store without room."""
-
-    def get(self, key: bytes) -> None:
-        """Nothing."""
-
-    def put(self, key: bytes, array: Any, note: Any) -> bool:
-        """It has no room."""
-        return False
-
-    def has_room(self, nbytes: int) -> bool:
-        """It has none."""
-        return False
 
 
 class _Resizes(Resizes):
@@ -46,7 +31,7 @@ class Counter(DecodeCache):
     """
 
     def __init__(self, folder: str, loader: int) -> None:
-        super().__init__(_Nothing(), verify_share=0.0, resizes=_Resizes())
+        super().__init__(cast("Any", {}), verify_share=0.0, resizes=_Resizes())  # nothing is stored
         self._loader, self._ended = loader, os.path.join(folder, f"{loader}.counted")
         self._new: dict[str, int] = {}
         self._counts = [0, 0, 0]  # known, resized and unknown images since they were taken
