@@ -5,8 +5,21 @@ that are decoded), loader_info (settings of a loader), measures (the numbers of 
 and recorder (what is called).
 """
 
-from fastload.profiling.measures import LoaderReport
-from fastload.profiling.recorder import Profile, profile
-from fastload.profiling.report import ProfileReport
+from typing import TYPE_CHECKING
 
-__all__ = ["LoaderReport", "Profile", "ProfileReport", "profile"]
+if TYPE_CHECKING:
+    from fastload.profiling.measures import LoaderReport as LoaderReport
+    from fastload.profiling.recorder import Profile as Profile
+    from fastload.profiling.recorder import profile as profile
+    from fastload.profiling.report import ProfileReport as ProfileReport
+else:
+    from fastload.system.lazy_exports import public_names as _public_names
+
+    __getattr__, __dir__, __all__ = _public_names(
+        "fastload.profiling",
+        {
+            "measures": ("LoaderReport",),
+            "recorder": ("Profile", "profile"),
+            "report": ("ProfileReport",),
+        },
+    )
