@@ -17,7 +17,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.bench import isolated, measure
+from fastload.bench import isolated
+from fastload.bench import run as bench_run
 from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, Plain
 from tests.kit.processes import on_a_terminal, still_running
@@ -48,7 +49,7 @@ def run(*words: Any) -> Any:
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder for temporary files; pytest's own, made before, has too long a path for a socket in it."""
-    monkeypatch.setattr(measure, "LATER_S", 1e-9)  # each run has one later epoch
+    monkeypatch.setattr(bench_run, "LATER_S", 1e-9)  # each run has one later epoch
     handler = signal.getsignal(signal.SIGTERM)
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setattr(tempfile, "tempdir", name)
@@ -120,11 +121,10 @@ def test_what_cannot_be_measured_is_a_row_with_its_reason() -> None:
 
 @pytest.mark.slow
 def test_when_all_fail_the_command_fails(photos: Path, temporary: Path) -> None:
-    """The table has the reason once; images of several shapes get advice."""
+    """The line has the first reason; images of several shapes get advice."""
     result = run("tests.cli_zoo:Broken", *QUICK[:2], *QUICK[-4:])
     assert result.exit_code == 1
-    assert result.stdout.count("ValueError: sample thirty is broken") == 2
-    assert "no configuration could be measured" in result.stdout
+    assert "no configuration could be measured: ValueError: sample thirty is broken" in result.stderr
     result = run(photos, *ALONE, "--quiet")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "images of several shapes need --size 224x224, or a crop in --transform" in result.stderr
@@ -148,7 +148,7 @@ def test_without_options_all_caches_and_some_workers_take_part() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_lmdb")
 @pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
+def test_ctrl_c_leaves_nothing(
     as_json: bool, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The exit code of an interruption; no process, no cache and no file."""
@@ -166,13 +166,12 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
             signal.pause()
         raise AssertionError("the run was not interrupted")
 
-    monkeypatch.setattr(measure, "measure", measure_and_interrupt)
+    monkeypatch.setattr(bench_run, "measure", measure_and_interrupt)
     words = ("--num-workers", "0", "--cache", "lmdb", *["--json"] * as_json)
     result = run(ZOO, *words)
     assert result.exit_code == 130
-    assert "interrupted after 1 of 6 runs" in result.stderr
-    for text in ['"type": "KeyboardInterrupt"'] if as_json else ["4,321", "not run"]:
-        assert text in result.stdout
+    assert "fastload: error: interrupted\n" in result.stderr
+    assert ('"type": "KeyboardInterrupt"' in result.stdout) == as_json
     started = list(map(int, pids.read_text().split()))
     assert (len(started), still_running(started, 60)) == (3, [])
     assert list(temporary.iterdir()) == []
@@ -186,6 +185,6 @@ def test_sigterm_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch
         os.kill(os.getppid(), signal.SIGTERM)
         signal.pause()
 
-    monkeypatch.setattr(measure, "measure", write_and_signal)
-    assert run(ZOO, *QUICK).exit_code == 128 + signal.SIGTERM
+    monkeypatch.setattr(bench_run, "measure", write_and_signal)
+    assert run(ZOO, *QUICK).exit_code == 130
     assert list(temporary.iterdir()) == []

@@ -48,8 +48,8 @@ OF_RANKS = ("multi-gpu",)
 # Runs `python -m fastload`. Epochs of a benchmark are repeated for as long as a figure needs, not a command.
 COMMAND = """
 import runpy
-from fastload.bench import measure
-measure.LATER_S = 0.01
+from fastload.bench import run
+run.LATER_S = 0.01
 runpy.run_module("fastload", run_name="__main__", alter_sys=True)
 """
 

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MAX_CHARACTERS = 500  # of an error
-# The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
-_MAX_FOLDER_BYTES = 70
 
 
 class RunFailedError(Exception):
@@ -34,7 +31,7 @@ def run_isolated(call: Callable[[], Any], folder: str) -> Any:
 
     Args:
         call: Inherited by the process; its result is pickled.
-        folder: For the temporary files of the run.
+        folder: Where the run finds the caches of other processes: none.
 
     Raises:
         RunFailedError: The function raised an error, or its process died.
@@ -76,8 +73,6 @@ def _main(sender: Any, parent_pid: int, mask: set[Any], folder: str, call: Calla
         sys.stdout = sys.stderr = sys.__stderr__
         # No run finds what other processes have cached.
         os.environ.update({"FASTLOAD_RUNTIME_DIR": folder, "FASTLOAD_CACHE": ""})
-        if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:  # else torch could open no socket there
-            tempfile.tempdir = folder
         warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested
         logging.disable()
         result = True, call()

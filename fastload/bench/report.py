@@ -29,8 +29,9 @@ def table_lines(benchmark: Benchmark) -> list[str]:
     problems = list(dict.fromkeys(row.problem for row in benchmark.rows if row.problem))
     rows = [_COLUMNS]
     for row in benchmark.rows:
-        figures = ["", "", "", f"[{problems.index(row.problem) + 1}]" if row.problem else "not run"]
-        if row.rate:
+        if row.problem:
+            figures = ["", "", "", f"[{problems.index(row.problem) + 1}]"]
+        else:
             figures = [
                 f"{statistics.median(row.first):11,.0f}",
                 f"{row.rate:12,.0f}",

@@ -5,17 +5,12 @@ A parser raises typer.BadParameter; typer adds which argument it is about.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
 import os
 import re
 from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.terminal import CommandError, ExitCode
-from fastload.system.os_errors import write_errors_as
 from fastload.system.paths import cache_path
 
 
@@ -48,37 +43,12 @@ def output_file(text: str) -> str:
     return text
 
 
-def write_output(path: str, result: Any) -> None:
-    """Write a result as JSON, completely, or keep the old file.
-
-    Raises:
-        CommandError: The file could not be written.
-    """
-    partial = f"{path}.{os.getpid()}.partial"
-    try:
-        with write_errors_as(functools.partial(CommandError, exit_code=ExitCode.FAILED), "--output", path):
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(json.dumps(result, indent=1) + "\n")
-            os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-
-
 def image_size(text: str) -> int | tuple[int, int]:
     """The shorter side of images, or both sides."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?", text.lower()):
         raise typer.BadParameter(f"it should be like 256 or 224x320 (height x width), but is {text!r}")
     first, *second = map(int, text.lower().split("x"))
     return (first, second[0]) if second else first
-
-
-def duration(text: str) -> float:
-    """A time in seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if not found or not float(found[1]):
-        raise typer.BadParameter(f"it should be a time such as 90s, 30m or 2h, but is {text!r}")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 
 Source = Annotated[

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from typing import Annotated, Literal
 
 import typer
@@ -60,23 +59,17 @@ def bench(
     rows = configurations_of(workers, batch_size, cache or Cache, by_file=by == "file")
     benchmark = Benchmark(rows, rounds, length, min(samples, length))
     # Batch systems and CI send it: the steps that clean up run.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    num_runs = rounds * len(rows)
-    try:
-        with Progress("measuring", num_runs, shown=not is_quiet(), unit="runs") as progress:
-            for _ in benchmark.run(dataset, augment):
-                progress.advance()
-    except KeyboardInterrupt as error:
-        if not is_quiet():
-            typer.echo("\n".join(table_lines(benchmark)))
-        done = sum(len(row.later) for row in rows)
-        raise CommandError(f"interrupted after {done} of {num_runs} runs", ExitCode.INTERRUPTED) from error
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with Progress("measuring", rounds * len(rows), shown=not is_quiet(), unit="runs") as progress:
+        for _ in benchmark.run(dataset, augment):
+            progress.advance()
+    verdict = verdict_lines(rows, code_of(source, size), has_transform=augment is not None)
+    if not verdict:
+        hint = ""
+        if is_folder(source) and not isinstance(size, tuple):
+            hint = ": images of several shapes need --size 224x224, or a crop in --transform"
+        raise CommandError(f"no configuration could be measured: {rows[0].problem}{hint}", ExitCode.FAILED)
     heading = f"{source}: {benchmark.num_samples:,} of {length:,} samples; samples/s, medians of the rounds"
     lines = [heading, "", *table_lines(benchmark), ""]
     plain = {"source": source, "transform": transform, "size": size, **benchmark.as_dict()}
-    if verdict := verdict_lines(rows, code_of(source, size), has_transform=augment is not None):
-        return Answer({**plain, "fastest": verdict[1].strip()}, [*lines, *verdict])
-    complaint = f"no configuration could be measured: {rows[0].problem}"
-    if is_folder(source) and not isinstance(size, tuple):
-        complaint += ": images of several shapes need --size 224x224, or a crop in --transform"
-    return Answer(plain, [*lines, complaint], ExitCode.FAILED, complaint)
+    return Answer({**plain, "fastest": verdict[1].strip()}, [*lines, *verdict])

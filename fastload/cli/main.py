@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,35 +18,24 @@ import typer
 from fastload.cli import bench_command, cache_commands
 from fastload.cli.arguments import Output  # noqa: TC001 - typer reads annotations
 from fastload.cli.script import become_python
-from fastload.cli.source_argument import code_of, open_source, users_code
-from fastload.cli.terminal import APP, Answer, ExitCode, answers, exit_codes
+from fastload.cli.source_argument import code_of, open_source
+from fastload.cli.terminal import APP, EXIT_CODES, Answer, answers
 from fastload.version import __version__
 
-app = typer.Typer(help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP)
+app = typer.Typer(
+    help="Fast data loading for PyTorch.", epilog=EXIT_CODES, invoke_without_command=True, **APP
+)
 app.add_typer(cache_commands.app, name="cache")
 answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
 
-@cache_commands.app.callback()
-def _help_without_command(context: typer.Context) -> None:
-    """A call without a command is wrong usage: the help goes to standard error."""
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help(), err=True)
-        raise typer.Exit(ExitCode.USAGE)
-
-
 @app.callback()
 def _root(
-    context: typer.Context,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
-    ] = False,
     version: Annotated[bool, typer.Option("--version", "-v", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
         typer.echo(f"fastload {__version__}")
         raise typer.Exit
-    _help_without_command(context)
 
 
 # --- commands that run a script --------------------------------------------------------------------------
@@ -79,20 +67,6 @@ Script = Annotated[
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All arguments of the script.")]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
-Optimize = Annotated[int, typer.Option("-O", count=True, help="As for python, and so are the next three.")]
-Unbuffered = Annotated[bool, typer.Option("-u")]
-Warnings = Annotated[list[str] | None, typer.Option("-W", metavar="FILTER")]
-Extras = Annotated[list[str] | None, typer.Option("-X", metavar="OPTION")]
-
-
-def _options(
-    optimize: int, unbuffered: bool, warnings: list[str] | None, extras: list[str] | None
-) -> list[str]:
-    """Options of python, as words."""
-    filters, settings = (
-        [f"-{name}{each}" for each in given or ()] for name, given in (("W", warnings), ("X", extras))
-    )
-    return ["-O"] * optimize + ["-u"] * unbuffered + filters + settings
 
 
 @app.command(short_help="Run a training script with fastload's loader instead of torch's.", **_RUNS_A_SCRIPT)
@@ -100,10 +74,6 @@ def run(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
-    optimize: Optimize = 0,
-    unbuffered: Unbuffered = False,
-    warnings: Warnings = None,
-    extras: Extras = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -151,7 +121,7 @@ def run(
         os.environ[CACHE_VARIABLE] = cache
     given = {"seeding": seeding, "device": device, "worker_type": worker_type}
     defaults = {name: value for name, value in given.items() if value is not None}
-    words = [*_options(optimize, unbuffered, warnings, extras), *["-m"] * is_module, script, *(args or ())]
+    words = [*["-m"] * is_module, script, *(args or ())]
     become_python(words, "fastload.integrations.run:begin", defaults=defaults, is_quiet=quiet)
 
 
@@ -162,10 +132,6 @@ def profile(
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
-    optimize: Optimize = 0,
-    unbuffered: Unbuffered = False,
-    warnings: Warnings = None,
-    extras: Extras = None,
     output: Output = None,
 ) -> None:
     """Run SCRIPT under python, and report how long its training loops wait for data.
@@ -176,11 +142,9 @@ def profile(
     ranks, the first one of each machine is watched. Options of fastload come before SCRIPT; everything
     after SCRIPT belongs to the script.
     """
-    words = [*_options(optimize, unbuffered, warnings, extras), *["-m"] * is_module, script, *(args or ())]
-    marker, unused = tempfile.mkstemp(prefix="fastload-profile-")  # until a process makes a loader
-    os.close(marker)
+    words = [*["-m"] * is_module, script, *(args or ())]
     output = output and os.path.abspath(output)
-    become_python(words, "fastload.cli.script:begin_profile", output=output, unused=unused)
+    become_python(words, "fastload.cli.script:begin_profile", output=output)
 
 
 @answers(app, short_help="Show what this machine offers a data loader.")
@@ -206,8 +170,7 @@ def doctor(
         return Answer(*machine_report())
     from fastload.cli.source_report import source_report
 
-    with users_code(source):
-        return Answer(*source_report(open_source(source), code_of(source)))
+    return Answer(*source_report(open_source(source), code_of(source)))
 
 
 def main() -> None:

@@ -1,7 +1,4 @@
-"""Runs a script under plain python, for `fastload run` and `fastload profile`; and the hook of the latter.
-
-The process of a profiled script imports this file, and more of the command line if it writes `--output`.
-"""
+"""Runs a script under plain python, for `fastload run` and `fastload profile`; and the hook of the latter."""
 
 from __future__ import annotations
 
@@ -12,12 +9,14 @@ import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastload.integrations import bootstrap
 from fastload.integrations.patch import add_methods
 from fastload.integrations.state import state
 from fastload.system.logs import write_stderr
+from fastload.system.os_errors import why_unwritable
 
 if TYPE_CHECKING:
     from fastload.profiling.recorder import Profile
@@ -55,50 +54,36 @@ def begin_profile() -> None:
     Not at once: torch can be imported in the middle of the import of what a profile needs.
     """
     settings, speaks = bootstrap.settings_here()
-    state.at_first_loader = functools.partial(_start, settings, os.getpid(), speaks)
-    add_methods()
+    if speaks:
+        profiles: list[Profile] = []
+        state.at_first_loader = functools.partial(_start, profiles, os.getpid())
+        add_methods()
+        atexit.register(_report, profiles, settings["output"], os.getpid())
 
 
-def _start(settings: dict[str, Any], pid: int, speaks: bool) -> None:
-    with contextlib.suppress(OSError):  # another process was first
-        os.unlink(settings["unused"])
-    if os.getpid() != pid or not speaks:  # forked before
-        return
-    from fastload.profiling import recorder
+def _start(profiles: list[Profile], pid: int) -> None:
+    from fastload.profiling.recorder import Profile
 
-    folder = os.path.dirname(recorder.__file__)
-
-    def excepthook(kind: Any, error: BaseException, step: Any) -> None:
-        steps, shown = [], None  # all frames but those of the profiler
-        while step is not None:
-            steps.append(step)
-            step = step.tb_next
-        for step in reversed(steps):
-            if not step.tb_frame.f_code.co_filename.startswith(folder):
-                step.tb_next, shown = shown, step
-        show(kind, error.with_traceback(shown), shown)
-
-    show, sys.excepthook = sys.excepthook, excepthook
-    atexit.register(_report, recorder.Profile(()).start(), settings["output"], pid)
+    if os.getpid() == pid:  # not forked before
+        profiles.append(Profile(()).start())
 
 
-def _report(profile: Profile, output: str | None, pid: int) -> None:
-    """Print the report of a process that used a loader, and write its file."""
+def _report(profiles: list[Profile], output: str | None, pid: int) -> None:
+    """Print the report of this process, and write its file."""
     if os.getpid() != pid:  # a process that the script forked ends here, too
         return
-    profile.stop()
-    report = profile.report()
-    if report.loaders:
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed
-            sys.stdout.flush()
-        write_stderr(f"\n{report}\n")
-    if report.loaders and output is not None:
-        from fastload.cli.arguments import write_output
-        from fastload.cli.terminal import CommandError
-
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed
+        sys.stdout.flush()
+    if not profiles:
+        write_stderr(f"fastload: no DataLoader was used in process {pid}: there is nothing to profile\n")
+        return
+    profiles[0].stop()
+    report = profiles[0].report()
+    write_stderr(f"\n{report}\n")
+    if output is not None:
         try:
-            write_output(output, report.as_dict())
-        except CommandError as error:
-            write_stderr(f"fastload: error: {error}\n")
+            Path(output).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            write_stderr(f"fastload: error: cannot write {output}: {why_unwritable(error, output)}\n")
         else:
             write_stderr(f"fastload: wrote {output}\n")

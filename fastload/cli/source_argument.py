@@ -5,21 +5,17 @@ MODULE is imported as by `python -m`: from the working directory first.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import operator
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastload.cli.terminal import CommandError, ExitCode
+from fastload.cli.terminal import CommandError
 from fastload.system.humanize import did_you_mean
 from fastload.system.notes import add_note
 from fastload.system.paths import is_url, local_path
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def is_folder(source: str) -> bool:
@@ -48,13 +44,12 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
             return ImageFolder(source, size=size)
         except (ImportError, ValueError) as error:
             raise CommandError(str(error)) from error
-    with users_code(source):
-        expected = "SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set"
-        dataset = _named(source, f"{expected}, but {source!r} is neither")
-        if size is not None:
-            raise CommandError("--size is for folders of images: your own dataset scales its samples itself")
-        if callable(dataset) and (isinstance(dataset, type) or not _is_dataset(dataset)):
-            dataset = dataset()
+    expected = "SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set"
+    dataset = _named(source, f"{expected}, but {source!r} is neither")
+    if size is not None:
+        raise CommandError("--size is for folders of images: your own dataset scales its samples itself")
+    if callable(dataset) and (isinstance(dataset, type) or not _is_dataset(dataset)):
+        dataset = dataset()
     if not _is_dataset(dataset):
         raise CommandError(
             f"{source} should be a map-style dataset, with __len__ and __getitem__, or a function that "
@@ -71,28 +66,14 @@ def open_transform(name: str) -> Any:
     """
     from fastload.cache.transform import check_callable
 
-    with users_code(name):
-        value = _named(name, f"--transform should be MODULE:NAME, but is {name!r}")
-        if inspect.isfunction(value) and not inspect.signature(value).parameters:
-            value = value()
+    value = _named(name, f"--transform should be MODULE:NAME, but is {name!r}")
+    if inspect.isfunction(value) and not inspect.signature(value).parameters:
+        value = value()
     try:
         check_callable("--transform", value)
     except TypeError as error:
         raise CommandError(str(error)) from error
     return value
-
-
-@contextlib.contextmanager
-def users_code(name: str) -> Iterator[None]:
-    """Run code that an argument names; if it exits the process, this is an error of the command."""
-    try:
-        yield
-    except SystemExit as error:
-        raise CommandError(
-            f"the code of {name} ended the process with exit code {error.code!r}: put the actions of a "
-            'script under if __name__ == "__main__"',
-            ExitCode.FAILED,
-        ) from error
 
 
 def _named(text: str, complaint: str) -> Any:
@@ -111,7 +92,7 @@ def _named(text: str, complaint: str) -> Any:
         if isinstance(error, AttributeError) and module in sys.modules:
             names = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
             raise CommandError(f"module {module!r} has no {name!r}{did_you_mean(name, names)}") from error
-        add_note(error, f"while module {module!r} was imported; fastload --debug ... shows where")
+        add_note(error, f"while module {module!r} was imported; FASTLOAD_DEBUG=1 shows where")
         raise
 
 

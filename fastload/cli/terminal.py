@@ -2,8 +2,7 @@
 
 1. Only results go to standard output: readable text, or with --json exactly one JSON object. Progress, logs
    and errors go to standard error; with --json, the output of the user's own code goes there, too.
-2. A failure prints one line and returns an exit code, see ExitCode; --debug or FASTLOAD_DEBUG=1 adds the
-   traceback.
+2. A failure prints one line and returns an exit code, see ExitCode; FASTLOAD_DEBUG=1 adds the traceback.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fastload.errors import CacheBusyError, FastloadError, TooManyFailuresError
-from fastload.system.humanize import did_you_mean, fastload_command
+from fastload.errors import FastloadError, TooManyFailuresError
 from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
 
@@ -38,26 +36,15 @@ class ExitCode(IntEnum):
     FINE = 0
     FAILED = 1
     USAGE = 2
-    SKIPPED = 3  # with --strict
-    BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
-_MEANINGS = {
-    ExitCode.FINE: "success",
-    ExitCode.FAILED: "failed: a source or a file cannot be read, or damage was found",
-    ExitCode.USAGE: "wrong usage, such as a path that does not exist",
-    ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
-    ExitCode.BUSY: "another build is running: try again later",
-    ExitCode.INTERRUPTED: "interrupted",
-}
-
-
-def exit_codes(*more: ExitCode) -> str:
-    """The last lines of a command's help: the exit codes that all commands have, and more."""
-    codes = sorted({ExitCode.FINE, ExitCode.FAILED, ExitCode.USAGE, ExitCode.INTERRUPTED, *more})
-    return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {_MEANINGS[code]}" for code in codes)])
-
+EXIT_CODES = """\b
+Exit codes:
+    0  success
+    1  failed: a source or a file cannot be read, or damage was found
+    2  wrong usage, such as a path that does not exist
+  130  interrupted"""
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
@@ -80,24 +67,14 @@ class CommandError(Exception):
 class CommandGroup(TyperGroup):
     """Turns any error of a command into one line and an exit code."""
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name; one that does not exist is an error of our own, which knows scripts."""
-        command = super().get_command(ctx, cmd_name)
-        if command is None and not ctx.resilient_parsing:  # as completion is
-            hint = did_you_mean(cmd_name, self.commands)
-            if os.path.isfile(cmd_name):
-                hint = f": {fastload_command('run', cmd_name)} runs a script"
-            raise CommandError(f"there is no command {cmd_name!r}{hint}")
-        return command
-
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run the command, and exit the process."""
-        words = sys.argv[1:] if args is None else list(args)
+        words = list(sys.argv[1:] if args is None else args) or ["--help"]
         options |= {"standalone_mode": False, "prog_name": "fastload"}
         try:
             code = super().main(words, *rest, **options)
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
-            if "--debug" in words or is_debugging():
+            if is_debugging():
                 traceback.print_exception(error)
             code = _fail(error, words)
         sys.exit(int(code or 0))
@@ -105,7 +82,6 @@ class CommandGroup(TyperGroup):
 
 APP: dict[str, Any] = {
     "cls": CommandGroup,
-    "invoke_without_command": True,  # a callback of fastload handles this, because releases of click differ
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
@@ -125,8 +101,6 @@ def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
 def _exit_code(error: Exception) -> ExitCode:
     if isinstance(error, CommandError):
         return error.exit_code
-    if isinstance(error, CacheBusyError):
-        return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
     return ExitCode.USAGE if names_nothing or isinstance(error, _UsageError) else ExitCode.FAILED
@@ -161,24 +135,19 @@ class Answer:
     Attributes:
         result: The output with --json.
         lines: The output without --json.
-        exit_code: The exit code of the command.
-        complaint: Why the command failed; for standard error, where the lines are not printed.
+        exit_code: The exit code of the command; unless it is `FINE`, the first line says why.
     """
 
     result: dict[str, Any]
     lines: Sequence[str]
     exit_code: ExitCode = ExitCode.FINE
-    complaint: str = ""
 
 
-def answers(
-    app: typer.Typer, *codes: ExitCode, **settings: Any
-) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Make a command of a function that returns its answer, and give it the options --json and --quiet.
 
     Args:
         app: What it is a command of.
-        codes: Its exit codes beside those of all commands.
         settings: As for typer's `command`.
     """
 
@@ -194,8 +163,14 @@ def answers(
                 except (KeyboardInterrupt, typer.Abort) as error:  # at a question, typer raises Abort
                     text = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
                     raise CommandError(text, ExitCode.INTERRUPTED) from error
-                if answer.complaint and (as_json or quiet):
-                    log.error("%s", answer.complaint)
+                except SystemExit as error:
+                    raise CommandError(
+                        f"the code of the dataset ended the process with exit code {error.code!r}: put the "
+                        'actions of a script under if __name__ == "__main__"',
+                        ExitCode.FAILED,
+                    ) from error
+                if answer.exit_code and (as_json or quiet):
+                    log.error("%s", answer.lines[0])
             if as_json:
                 typer.echo(json.dumps(answer.result))
             elif not quiet:
@@ -204,7 +179,7 @@ def answers(
 
         own, added = (inspect.signature(each, eval_str=True).parameters for each in (function, _output))
         vars(command)["__signature__"] = inspect.Signature([*own.values(), *added.values()])
-        app.command(epilog=exit_codes(*codes), **settings)(command)
+        app.command(epilog=EXIT_CODES, **settings)(command)
         return function
 
     return register

@@ -1,8 +1,8 @@
 """What to change, and what each change would gain, from the numbers that the table shows.
 
 A step takes as long as the slowest of three: the loop's computing, making a batch, shared by the workers,
-and the CPU time of all processes, shared by the CPUs. Without workers, the loop computes and makes in turn. A
-gain is this bound now, divided by the bound after that change alone.
+and the CPU time of all processes, shared by the CPUs that other programs leave. Without workers, the loop
+computes and makes in turn. A gain is this bound now, divided by the bound after that change alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Suggestion:
     """A change and its predicted gain.
 
     Attributes:
-        change: Its name, for programs: "cache", "workers", "persistent_workers", "device", "code" or "lock".
+        change: Its name, for programs: "cache", "workers", "persistent_workers", "device" or "code".
         text: The change in words.
         gain: The predicted speed-up of training.
     """
@@ -61,12 +61,12 @@ def step_s(
     num_workers = of.settings["num_workers"] if workers is None else workers
     compute_s, make_s = max(of.compute_s - copy_s, 0.0), max(of.make_s - saved_s, 0.0)
     loop_s = max(compute_s, make_s / num_workers) if num_workers else compute_s + make_s
-    return max(loop_s, (of.cpu_s - saved_cpu_s) / of.machine.num_cpus, 1e-6)
+    return max(loop_s, (of.cpu_s - saved_cpu_s) / of.machine.free_cpus, 1e-6)
 
 
 def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
     """What would gain something, the largest gain first; `available_bytes` of host memory are free."""
-    makers = (_cache(of, available_bytes), _workers(of), _slow(of)) if of.make_s else ()
+    makers = (_cache(of, available_bytes), _workers(of), _code(of)) if of.make_s else ()
     found = [one for maker in (_start(of), _copies(of), *makers) for one in maker]
     return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
 
@@ -121,17 +121,14 @@ def _copies(of: LoaderReport) -> Iterator[Suggestion]:
         )
 
 
-def _slow(of: LoaderReport) -> Iterator[Suggestion]:
-    lock, code = of.part(LOCK), of.part(CODE)
-    if of.share(LOCK) > _MIN_SHARE:
-        text = f"no lock between workers: they wait for one {of.share(LOCK):.0%} of making a batch"
-        yield Suggestion("lock", text, step_s(of) / step_s(of, lock.wall_s, lock.cpu_s))
-    if of.share(CODE) > _MIN_SHARE and of.lines:
-        line, share = of.lines[0][0], min(of.lines[0][1], of.share(CODE))
-        scale = share / of.share(CODE)
-        text = f"a cheaper {line}, which is {share:.0%} of making a batch; if its result depends on a file "
-        text += 'alone, @fastload.remember(version="1") keeps it'
-        yield Suggestion("code", text, step_s(of) / step_s(of, code.wall_s * scale, code.cpu_s * scale))
+def _code(of: LoaderReport) -> Iterator[Suggestion]:
+    code = next((each for each in of.stages if each.stage == CODE), None)  # the slowest function
+    if code is not None and code.wall_s > _MIN_SHARE * of.make_s:
+        lines = [line for line, _ in of.lines]
+        line = next((line for line in lines if line.endswith(f" in {code.name}")), code.name)
+        text = f"a cheaper {line}, whose function is {code.wall_s / of.make_s:.0%} of making a batch; if its "
+        text += 'result depends on a file alone, @fastload.remember(version="1") keeps it'
+        yield Suggestion("code", text, step_s(of) / step_s(of, code.wall_s, code.cpu_s))
 
 
 def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
@@ -145,7 +142,7 @@ def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
     stage = max({part.stage for part in of.stages}, key=lambda each: of.share(each))
     text = f"{STAGE_NAMES[stage]} is {of.share(stage):.0%} of making a batch"
     waiting = 1 - of.part(stage).cpu_s / of.part(stage).wall_s
-    is_limited = of.cpu_s > 0.8 * of.machine.num_cpus * of.step_s
+    is_limited = of.cpu_s > 0.8 * of.machine.free_cpus * of.step_s
     if waiting > 0.5 and not of.machine.is_busy:
         text += f", {waiting:.0%} of it waiting"
     if of.lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, activate
@@ -14,27 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.readers.identity import Identity
-
-
-class _Nothing:
-    """A store without room."""
-
-    full_reason = FULL
-
-    def get(self, key: bytes) -> None:
-        """Nothing."""
-
-    def put(self, key: bytes, array: Any, note: Any) -> bool:
-        """It has no room."""
-        return False
-
-    def has_room(self, nbytes: int) -> bool:
-        """It has none."""
-        return False
-
-    def known_as(self, identity: Identity, source: Any) -> Identity:
-        """The same."""
-        return identity
 
 
 class _Resizes(Resizes):
@@ -54,7 +33,7 @@ class Counter(DecodeCache):
     """
 
     def __init__(self, folder: str, loader: int) -> None:
-        super().__init__(_Nothing(), verify_share=0.0, resizes=_Resizes())
+        super().__init__(cast("Any", {}), verify_share=0.0, resizes=_Resizes())  # nothing is stored
         self._loader, self._ended = loader, os.path.join(folder, f"{loader}.counted")
         self._new: dict[str, int] = {}
         self._counts = [0, 0, 0]  # known, resized and unknown images since they were taken

@@ -40,6 +40,11 @@ class Machine:
     others_share: float | None = None
 
     @property
+    def free_cpus(self) -> float:
+        """The CPUs that other programs leave to the script: a tenth of one at least."""
+        return max(self.num_cpus * (1 - (self.others_share or 0.0)), 0.1)
+
+    @property
     def is_busy(self) -> bool:
         """Whether threads had to wait for a CPU, so that time without one says nothing."""
         return (self.busy_share or 0.0) >= _BUSY
@@ -74,11 +79,8 @@ class LoaderReport:
         num_steady: The steady steps among them, on which waits are measured.
         total_s: All time in these loops, without the very first wait, which happens once.
         wait_s: The mean wait of a steady step.
-        wait_p50_s: The median of the same.
-        wait_p95_s: Its 95th percentile.
         compute_s: The mean time that the loop computes with a batch.
-        first_start_s: From the first `iter()` to its first batch, which happens once.
-        start_s: The mean of the same for later epochs; 0 with one epoch.
+        start_s: From `iter()` to the first batch, the mean of the epochs after the first; 0 with one epoch.
         data_share: The share of all time that the loops waited for data.
         start_share: The share of all time that they waited for first batches, after the first epoch's.
         make_s: Making a batch, in a worker; 0 if nothing is known of it.
@@ -100,10 +102,7 @@ class LoaderReport:
     num_steady: int
     total_s: float
     wait_s: float
-    wait_p50_s: float
-    wait_p95_s: float
     compute_s: float
-    first_start_s: float
     start_s: float
     data_share: float
     start_share: float
@@ -173,7 +172,7 @@ def measured(
     if num_workers and record.settings["worker_type"] != "thread":
         cpu_s += sum(each.cpu_ns for each in steady) * _NS / num_steps
     lines = [(line, spent_s / making_s) for line, spent_s in by_line.items() if line and spent_s]
-    ordered, step_s = sorted(waits), wait_s + mean(computes)
+    step_s = wait_s + mean(computes)
     start_share = min(sum(starts[1:]) / total_s, 1.0) if total_s > 0 else 0.0
     return LoaderReport(
         record.name,
@@ -183,10 +182,7 @@ def measured(
         num_steady=len(waits),
         total_s=total_s,
         wait_s=wait_s,
-        wait_p50_s=statistics.median(waits) if waits else 0.0,
-        wait_p95_s=ordered[int(0.95 * (len(waits) - 1))] if waits else 0.0,
         compute_s=mean(computes),
-        first_start_s=starts[0] if starts else 0.0,
         start_s=mean(starts[1:]),
         data_share=start_share + (1 - start_share) * (wait_s / step_s if step_s else 0.0),
         start_share=start_share,

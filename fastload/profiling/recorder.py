@@ -2,7 +2,8 @@
 
 A recorded loader returns the same batches, in the same order, with the same errors. Only the outermost
 `__iter__` and `__next__` of a thread count, because a loader can wrap another one. What is replaced meanwhile
-are these methods, and the main functions of worker processes while a recorded loader starts its own.
+is `__iter__`, whose iterators are wrapped, and the main functions of worker processes while a recorded loader
+starts its own.
 """
 
 from __future__ import annotations
@@ -51,9 +52,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _recorded_main(kind: str, folder: str, loader: int, counts: bool, *args: Any, **kwargs: Any) -> None:
+def _recorded_main(
+    kind: str, folder: str, interval_s: float, loader: int, counts: bool, *args: Any, **kwargs: Any
+) -> None:
     """The main function of a worker process of a recorded loader."""
-    sampler = Sampler(folder, INTERVAL_S)
+    sampler = Sampler(folder, interval_s)
     if counts:
         sampler.counters.append(Counter(folder, loader))
         sampler.counters[0].begin()
@@ -82,7 +85,6 @@ class Profile:
         self._pid = os.getpid()
         self._starting = threading.RLock()  # threads start the workers of their loaders one after another
         self._undo = contextlib.ExitStack()
-        self._hooked_types: set[type] = set()
         self._sampler: Sampler | None = None
         self._before: CpuTimes | None = None
         self._report = ProfileReport([], Machine(worthwhile_cpus()), 0)
@@ -103,13 +105,11 @@ class Profile:
         patches.retain(self)
         own = sys.modules.get("fastload.loader")
         for kind in (torch_loader.DataLoader, *([own.DataLoader] if own else [])):
-            self._replace(kind, "__iter__", self._recorded_iter(kind.__iter__))
+            original = kind.__iter__
+            self._undo.callback(setattr, kind, "__iter__", original)
+            kind.__iter__ = self._recorded_iter(original)
         self._before = CpuTimes.now()
         return self
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, vars(owner)[name])
-        setattr(owner, name, value)
 
     def stop(self) -> None:
         """Stop recording; a second call does nothing. Loaders in use continue, unrecorded."""
@@ -161,7 +161,8 @@ class Profile:
         with self._starting:
             record, start_ns = self._record_of(loader), time.perf_counter_ns()
             threads = set(threading.enumerate())
-            _set_mains(self._folder, record.number, record.counter is not None)
+            interval_s = INTERVAL_S * max(1.0, record.settings["num_workers"] / worthwhile_cpus())
+            _set_mains(self._folder, interval_s, record.number, record.counter is not None)
             _thread.is_inside = True
             try:
                 iterator = original(loader)
@@ -173,14 +174,7 @@ class Profile:
                     self._watch(record, thread.ident or 0)
             epoch = [start_ns, 0]
             record.epochs.append(epoch)
-            # An iterator without attributes, such as a subclass's generator, is not recorded: its source is.
-            with contextlib.suppress(AttributeError):
-                iterator._fastload_profile = self, record, epoch
-                owner = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
-                if owner not in self._hooked_types:
-                    self._hooked_types.add(owner)
-                    self._replace(owner, "__next__", _recorded_next(vars(owner)["__next__"]))
-        return iterator
+        return _Iterator(self, record, epoch, iterator)
 
     def _record_of(self, loader: Any) -> LoaderRecord:
         name, settings = name_of(loader, sys._getframe(2)), settings_of(loader)
@@ -199,8 +193,8 @@ class Profile:
                 self._sampler.counters.append(record.counter)
         self._sampler.threads[thread] = record.number, time.perf_counter_ns()
 
-    def _next(self, record: LoaderRecord, epoch: list[int], original: Callable[[Any], Any], loop: Any) -> Any:
-        """The next batch of an iterator whose `__next__` is ``original``."""
+    def _next(self, record: LoaderRecord, epoch: list[int], loop: Any) -> Any:
+        """The next batch of an iterator."""
         makes = record.settings["num_workers"] == 0
         start_ns, before_ns = time.perf_counter_ns(), getattr(loop, "device_wait_ns", 0)
         _thread.is_inside = True
@@ -209,7 +203,7 @@ class Profile:
             if record.counter is not None:
                 record.counter.begin()
         try:
-            batch = original(loop)
+            batch = next(loop)
         except StopIteration:
             epoch[1] = start_ns
             if record.counter is not None:
@@ -230,15 +224,23 @@ class Profile:
         return batch
 
 
-def _recorded_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def __next__(loop: Any) -> Any:  # noqa: N807  # its name in tracebacks
-        own = loop.__dict__.get("_fastload_profile")
-        if own is None or _thread.is_inside or own[0] is not Profile._current:
-            return original(loop)
-        profile, *places = own
-        return profile._next(*places, original, loop)
+class _Iterator:
+    """An iterator of a recorded loader, in all but its class and the time that is taken."""
 
-    return __next__
+    def __init__(self, profile: Profile, record: LoaderRecord, epoch: list[int], iterator: Any) -> None:
+        self._fastload_profile = profile, record, epoch, iterator
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        profile, record, epoch, iterator = self._fastload_profile
+        if _thread.is_inside or profile is not Profile._current:
+            return next(iterator)
+        return profile._next(record, epoch, iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fastload_profile[-1], name)
 
 
 def profile(*loaders: Any) -> Profile:

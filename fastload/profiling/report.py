@@ -53,12 +53,8 @@ class ProfileReport:
     @property
     def notes(self) -> list[str]:
         """What makes the figures uncertain."""
-        notes = [
-            f"{each.name}: only {each.num_steady} steps after the warm-up were measured; let it run longer "
-            "for reliable figures"
-            for each in self.loaders
-            if 0 < each.num_steady < _FEW_STEPS
-        ]
+        few = [each.name for each in self.loaders if 0 < each.num_steady < _FEW_STEPS]
+        notes = [f"of {name}, only a few steps were measured: let it run longer" for name in few]
         if self.loaders and self.machine.is_busy:
             notes.append(
                 f"the CPUs were busy all the time, {self.machine.others_share or 0:.0%} of them with other "
@@ -93,22 +89,19 @@ class ProfileReport:
         workers = f"{settings['num_workers']} {kind}{'s' * (settings['num_workers'] != 1)}"
         batches = f"{settings['dataset']}{samples}, batch_size={settings['batch_size']}, {workers}: "
         batches += f"{loader.num_batches:,} batches, {loader.num_epochs} epochs, {loader.total_s:,.1f} s"
-        waits = f"wait per batch: {_ms(loader.wait_p50_s)} median, {_ms(loader.wait_p95_s)} p95; "
-        waits += f"computing: {_ms(loader.compute_s)}; very first batch: {loader.first_start_s:,.2f} s"
+        waits = f"wait per batch: {_ms(loader.wait_s)}; computing: {_ms(loader.compute_s)}"
         if loader.start_s:
-            waits += f", first batch of later epochs: {loader.start_s:,.2f} s"
+            waits += f"; first batch of later epochs: {loader.start_s:,.2f} s"
         lines = [f"{loader.name}: {self.verdict(loader)}", f"  {batches}", f"  {waits}"]
         if not self.bottleneck(loader):
             return lines
         lines.append(f"  if loading were free: {1 / max(1 - loader.data_share, 1e-3):.2f} times as fast")
         if loader.make_s:
-            busy = (
-                ""
-                if loader.worker_utilization is None
-                else f"; workers are busy {loader.worker_utilization:.0%}"
-            )
             cpus = loader.cpu_s / (loader.step_s * self.machine.num_cpus)
-            lines.append(f"  making a batch takes {_ms(loader.make_s)}{busy}, and the CPUs {cpus:.0%}:")
+            busy = f"the script takes {cpus:.0%} of the CPUs"
+            if loader.worker_utilization is not None:
+                busy = f"workers are busy {loader.worker_utilization:.0%}, {busy}"
+            lines.append(f"  making a batch takes {_ms(loader.make_s)}; {busy}:")
         for stage in [each for each in loader.stages if each.wall_s >= 0.01 * loader.make_s][:10]:
             waiting = max(1 - stage.cpu_s / stage.wall_s, 0.0)
             waits = f"  ({waiting:.0%} of it waiting)" if waiting > 0.5 and not self.machine.is_busy else ""

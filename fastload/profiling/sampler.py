@@ -21,7 +21,7 @@ from fastload.profiling.stages import work_of
 if TYPE_CHECKING:
     from fastload.profiling.counter import Counter
 
-INTERVAL_S = 0.005  # in workers
+INTERVAL_S = 0.01  # in a worker that has a CPU to itself: the samplers of all workers cost this one
 CONSUMER_INTERVAL_S = 0.02  # torch may compute with a thread for each CPU, and all wait for one that lost it
 _SWITCH_S = 0.001  # instead of Python's 0.005
 _FLUSH_S = 0.25

@@ -120,12 +120,9 @@ def test_who_does_not_want_to_wait_gets_an_error(way: str, tmp_path: Path, monke
         WAYS[way](tmp_path / "cache")
 
 
-def test_the_command_line_waits_or_not(busy: Any, tmp_path: Path) -> None:
-    """--no-wait ends with exit code 75."""
-    command = ("build", "tests.cli_zoo:Plain", tmp_path / "cache", "--num-workers", "0")
-    assert run(*command, "--no-wait").exit_code == 75
-    assert busy.seconds == []
-    waited = run(*command)
+def test_the_command_line_waits(busy: Any, tmp_path: Path) -> None:
+    """And says so."""
+    waited = run("build", "tests.cli_zoo:Plain", tmp_path / "cache", "--num-workers", "0")
     assert waited.exit_code == 0
     assert "waits until" in waited.stderr
 

@@ -151,10 +151,28 @@ def test_resizes_are_saved_if_their_results_are_kept() -> None:
 
 
 def test_a_lock_is_named_and_more_workers_are_not() -> None:
-    """They would wait for it."""
+    """They would wait for it: the verdict alone says what limits."""
     work = [("lock", "SemLock.__enter__", "train.py:1 in f", 7120 * MS, 0)]
     found = measured(record(), [sums(*work)], [], Machine(8))
-    assert set(changes(found)) == {"lock"}
+    assert ProfileReport([found], Machine(8), 0).bottleneck(found) == "lock"
+    assert not changes(found)
+
+
+def test_a_slow_function_is_all_of_its_lines() -> None:
+    """And of no other function; the line that is named is its slowest."""
+    lines = {"train.py:3 in slow": 1780, "train.py:4 in slow": 2670, "train.py:9 in quick": 890}
+    work = [("code", line.split()[-1], line, ms * MS, ms * MS) for line, ms in lines.items()]
+    found = measured(record(num_workers=8), [sums(*work, ("collate", "c", "", 1780 * MS, 0))], [], Machine(1))
+    (code,) = [one for one in suggest(found, 0) if one.change == "code"]
+    assert code.text.startswith("a cheaper train.py:4 in slow, whose function is 62% of making a batch")
+    assert code.gain == pytest.approx(step_s(found) / step_s(found, saved_cpu_s=0.050))
+
+
+def test_cpus_that_other_programs_use_are_not_there() -> None:
+    """The bound is that of the rest, so more workers gain nothing where there is none."""
+    assert step_s(report(Machine(2))) == pytest.approx(0.040)
+    assert step_s(report(Machine(2, 1.0, 0.75))) == pytest.approx(0.132)
+    assert "workers" not in changes(report(Machine(2, 1.0, 0.75)))
 
 
 def test_copies_of_the_loop_and_starts_of_epochs() -> None:

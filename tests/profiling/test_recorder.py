@@ -44,7 +44,6 @@ pytestmark = pytest.mark.slow  # loops that wait
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 HOOKED: list[tuple[Any, str]] = [
     *((kind, "__iter__") for kind in LOADERS.values()),
-    (torch.utils.data.dataloader._BaseDataLoaderIter, "__next__"),
     *((process, "main"), (_utils.worker, "_worker_loop")),
 ]
 NOT_HOOKED: list[tuple[Any, str]] = [

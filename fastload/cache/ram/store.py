@@ -373,11 +373,10 @@ def open_store(max_memory: str | float = "auto") -> SharedStore:
 # --- for the command line --------------------------------------------------------------------------------
 
 
-def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -> dict[str, Any]:
-    """Hold the store until Ctrl-C, or until a time is over.
+def hold_store(log_start: Callable[[int, int], object]) -> dict[str, Any]:
+    """Hold the store until Ctrl-C.
 
     Args:
-        limit_s: The time.
         log_start: Called once with the number of files, and their bytes, at the start.
 
     Returns:
@@ -390,12 +389,11 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
         raise SharedMemoryError("processes share no memory here that others could find later")
     store = SharedStore(_MIN_TABLE_BYTES)
     started_s = time.monotonic()
-    end_s = math.inf if limit_s is None else started_s + limit_s
     with contextlib.closing(store):
         with contextlib.suppress(KeyboardInterrupt):
             log_start(store.num_files, store.nbytes)
-            while (left_s := end_s - time.monotonic()) > 0:
-                time.sleep(min(_HOLD_EVERY_S, left_s))
+            while True:
+                time.sleep(_HOLD_EVERY_S)
                 store.poll()
         held_s = round(time.monotonic() - started_s, 1)
         return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}

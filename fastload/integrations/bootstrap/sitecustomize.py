@@ -52,21 +52,7 @@ def call_hook() -> None:
         hook()
 
 
-def say_unused() -> None:
-    """At the end of a script to profile: no process of it has made a loader and removed this file."""
-    import json
-
-    settings = json.loads(os.environ["FASTLOAD_RUN"])
-    if settings["pid"] == os.getpid() and os.path.exists(settings["unused"]):
-        os.unlink(settings["unused"])
-        os.write(2, b"fastload: no DataLoader was used: there is nothing to profile\n")
-
-
 if __name__ == "sitecustomize":
-    if '"unused"' in os.environ.get("FASTLOAD_RUN", ""):
-        import atexit
-
-        atexit.register(say_unused)
     _HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]
     from importlib.machinery import PathFinder
