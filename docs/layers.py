@@ -25,21 +25,21 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (432, 420),
+    "loader errors version __init__ __main__": (426, 420),
     "epochs": (1478, 1050),
     "workers": (1940, 1150),
-    "batch": (1146, 800),
-    "cache": (4075, 2600),
+    "batch": (1135, 800),
+    "cache": (4072, 2600),
     "readers": (1476, 1200),
     "images": (723, 600),
-    "augmentation": (958, 800),
-    "nested": (689, 620),
-    "rng": (926, 750),
-    "device transforms": (1263, 1150),
+    "augmentation": (957, 800),
+    "nested": (637, 620),
+    "rng": (857, 750),
+    "device transforms": (1239, 1150),
     "memory system": (1734, 1350),
     "training": (419, 420),
-    "profiling bench": (1101, 900),
-    "cli integrations": (1192, 1000),
+    "profiling bench": (1065, 900),
+    "cli integrations": (1000, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, activate
-from fastload.readers.reasons import FULL, LEARNING, TOO_NEW, UNCOMPRESSED
+from fastload.readers.reasons import LEARNING, TOO_NEW, UNCOMPRESSED
 from fastload.readers.resizes import Resizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.readers.identity import Identity
 
 
 class _Resizes(Resizes):
