@@ -44,6 +44,9 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
     held = Held(rng)
     reader, workers = _start(subject, loader)
     held.some(reader)
+    if not workers:  # all have ended already, because an epoch of one batch has no task for them
+        held.rest(reader)
+        return
     number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
     death = _Death(reader, rng.choice(workers), number, rng.choice([0, 0, rng.uniform(0, 0.05)]))
     is_error = _is_death_an_error(reader, death, held)

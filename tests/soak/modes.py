@@ -147,6 +147,7 @@ def resumes(subject: Subject, rng: random.Random) -> None:
         reader.due[:] = due
     other = subject.loader(**other_workers(subject.case, rng))
     other.load_state_dict(state)
+    other.has_resumed = True  # type: ignore[attr-defined]
     if is_within_epoch:
         held.rest(subject.read(other, goes_on_from=reader))
     held.rest(subject.read(other))

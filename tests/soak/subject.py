@@ -89,6 +89,7 @@ class Subject:
             **order.sampling(case, generator),
         )
         loader.case = case  # type: ignore[attr-defined]
+        loader.has_resumed = False  # type: ignore[attr-defined]
         loader.own_generator = generator  # type: ignore[attr-defined]
         self._loaders.append(loader)
         return loader
@@ -160,7 +161,8 @@ class Reader:
         self._due = None if due is None else list(due)
         has_workers = self.case.num_workers > 0
         if due is None and has_workers:  # the sampler draws as soon as the iterator is made
-            is_new = loader._iterator is None
+            # Persistent workers get their base seed once, perhaps in the loader that was saved.
+            is_new = loader._iterator is None and not (self.case.is_persistent and loader.has_resumed)  # type: ignore[attr-defined]
             self._due = order.due_batches(self.case, epoch, self._generator, draws_base_seed=is_new)
         self.iterator = iter(loader)
         self.num_received = 0
@@ -173,7 +175,9 @@ class Reader:
         """The batches that are still due, in order; callers may change the list."""
         if self._due is None:  # without workers the sampler draws with the first batch
             # Another reader of this loader may have set the epoch of their sampler since.
-            epoch = getattr(self._sampler, "epoch", self.epoch)
+            # Where it gives single samples, torch's DistributedSampler draws at once.
+            is_late = self.case.batch_size is not None
+            epoch = getattr(self._sampler, "epoch", self.epoch) if is_late else self.epoch
             self._due = order.due_batches(self.case, epoch, self._generator, draws_base_seed=False)
         return self._due
 
