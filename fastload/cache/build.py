@@ -171,7 +171,7 @@ class _Samples(MappedDataset):
         """
         if self.cache.missing().tolist() != left_out:
             raise CacheError(
-                f"cannot write the cache {self.store.path}: {self.store.problem or self.store.full_reason}"
+                f"cannot write the cache {self.store.path}: {self.store.problem or 'its disk is full'}"
             )
         return {KIND: asdict(replace(self._description, left_out=left_out))}
 

@@ -58,7 +58,7 @@ from fastload.cache.lmdb_file import (
 from fastload.cache.records import ALIGNMENT_BYTES, LMDB_PLACE
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.readers.identity import file_system_of, is_local
-from fastload.readers.reasons import NO_SPACE
+from fastload.readers.reasons import NOT_KEPT
 from fastload.system.budget import available_bytes
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.limits import resource
@@ -173,7 +173,7 @@ class LmdbStore:
 
     lasts = True
     max_bytes = None
-    full_reason = NO_SPACE
+    full_reason = NOT_KEPT
 
     def __init__(self, path: str, fd: int, meta: dict[str, Any], problem: str | None = None) -> None:
         self.path, self.meta, self._fd = path, meta, fd

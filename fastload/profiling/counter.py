@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-
 class _Resizes(Resizes):
     """Takes results of first resizes for what is stored, until many of them do not repeat."""
 

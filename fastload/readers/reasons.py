@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 NEW = "new"
 FULL = "no memory left for it"
-NO_SPACE = "no space for it on the disk, or no right to write there"
+NOT_KEPT = "not in the cache on disk, which did not take it"
 LEARNING = "resized first, which may not repeat"
 UNUSUAL = "with a result or arguments that the cache does not know"
 OTHER_FORMAT = "in a format that is not remembered, or a later frame"
@@ -26,7 +26,10 @@ TOO_LARGE = "of a file larger than 1 GiB, which is too large to be hashed"
 _MEANINGS = {
     NEW: "read for the first time, and remembered now",
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
-    NO_SPACE: "free space on the disk of the cache, or let this user write there",
+    NOT_KEPT: (
+        "a finished file takes nothing new: build it with the decoder that reads the files now. Otherwise its "
+        "disk is full or slow, or this user must not write there, as a line of log said"
+    ),
     LEARNING: "64 images, or an epoch, tell whether the results are stored, or the whole images",
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
     OTHER_FORMAT: (

@@ -104,7 +104,7 @@ def test_a_forged_sample_is_an_error_of_the_cache(name: str, reader: Job) -> Non
 
 
 NOTES = [
-    *(b"", b"{}", b"[]", b"[" * 100_000, b"1" * 9_999, b'["x"]', b'["b",5]', b'["d",["l"],1]', b"\xff"),
+    *(b"", b"[" * 100_000, b"(" * 100_000, b"-" * 100_000 + b"1", b"1" * 9_999, b"{[]: 1}", b"eval", b"\xff"),
 ]
 
 
