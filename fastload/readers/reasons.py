@@ -27,8 +27,8 @@ _MEANINGS = {
     NEW: "read for the first time, and remembered now",
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
     NOT_KEPT: (
-        "a finished file takes nothing new: build it with the decoder that reads the files now. Otherwise its "
-        "disk is full or slow, or this user must not write there, as a line of log said"
+        "a finished file takes nothing new: build it with the decoder that reads the files now. Otherwise "
+        "its disk is full or slow, or this user must not write there, as a line of log said"
     ),
     LEARNING: "64 images, or an epoch, tell whether the results are stored, or the whole images",
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",
