@@ -13,6 +13,8 @@ from fastload.readers.resizes import Resizes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.readers.identity import Identity
+
 
 class _Resizes(Resizes):
     """Takes results of first resizes for what is stored, until many of them do not repeat."""
@@ -20,6 +22,17 @@ class _Resizes(Resizes):
     def learn(self, kind: int, size: tuple[int, ...]) -> bool:
         """As the base, which would wait."""
         return super().learn(kind, size) is not False
+
+
+class _NoStore:
+    """A store with nothing in it, which knows files as one in RAM does."""
+
+    def get(self, key: bytes) -> None:
+        """Nothing."""
+
+    def known_as(self, identity: Identity, source: Any) -> Identity:
+        """The identity itself."""
+        return identity
 
 
 class Counter(DecodeCache):
@@ -31,7 +44,7 @@ class Counter(DecodeCache):
     """
 
     def __init__(self, folder: str, loader: int) -> None:
-        super().__init__(cast("Any", {}), verify_share=0.0, resizes=_Resizes())  # nothing is stored
+        super().__init__(cast("Any", _NoStore()), verify_share=0.0, resizes=_Resizes())
         self._loader, self._ended = loader, os.path.join(folder, f"{loader}.counted")
         self._new: dict[str, int] = {}
         self._counts = [0, 0, 0]  # known, resized and unknown images since they were taken
