@@ -14,7 +14,7 @@ import time
 import types
 from multiprocessing import context as mp_context
 from multiprocessing import current_process
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.utils.data
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from fastload.epochs.loader_state import LoaderState
     from fastload.workers.ray_pool import RayWorkers
 
+T_co = TypeVar("T_co", covariant=True)  # of torch's class
+
 # Modules that load the states of loaders for Lightning's Trainer.
 _LIGHTNING = frozenset(
     f"{package}.utilities.combined_loader" for package in ("lightning.pytorch", "pytorch_lightning")
@@ -71,7 +73,7 @@ def _is_number_of_workers(value: Any) -> bool:
     return value == 0 or hasattr(type(value), "__index__")
 
 
-class DataLoader(torch.utils.data.DataLoader[Any]):
+class DataLoader(torch.utils.data.DataLoader[T_co]):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
     Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
@@ -172,7 +174,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     @suggest_arguments
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,

@@ -63,9 +63,14 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     assert (again.max_prefetch_memory, again.seeding) == ("12345B", "torch")
 
 
-def test_making_a_loader_takes_nothing() -> None:
-    """No descriptor, thread or process before the first iter(); its class can be subscripted as torch's."""
+def test_its_class_has_the_type_parameter_of_torchs() -> None:
+    """For type checkers and when the program runs: an annotation stays right when the import changes."""
+    assert len(fastload.DataLoader.__parameters__) == 1  # type: ignore[attr-defined]
     assert isinstance(fastload.DataLoader[int]([1, 2]), tud.DataLoader)
+
+
+def test_making_a_loader_takes_nothing() -> None:
+    """No descriptor, thread or process before the first iter()."""
     before = (len(os.listdir("/proc/self/fd")), threading.active_count())
     loader = fastload.DataLoader(IMAGES, num_workers=2, persistent_workers=True)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

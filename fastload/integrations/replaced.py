@@ -17,7 +17,7 @@ from fastload.system.notes import add_note
 _COLLATE_FN = list(inspect.signature(torch.utils.data.DataLoader).parameters).index("collate_fn")
 
 
-class DataLoader(fastload.loader.DataLoader):
+class DataLoader(fastload.loader.DataLoader[Any]):
     """fastload's loader, for a call written for torch's loader.
 
     Arguments of fastload that the call does not set come from the loader that a framework rebuilds, or else

@@ -5,7 +5,7 @@ loads. Where no lock is held, one of these gives the order:
 
 1. The kernel. What a thread did before it sent a message, made or renamed a file, or released a lock, is
    visible to the thread that receives the message, opens the file or takes the lock. Channels, slots of the
-   ring, segments of worker specs, shared lists, the registry, and the cursor of a cache (under flock) rely
+   ring, segments of plans, shared lists, the registry, and the cursor of a cache (under flock) rely
    on this.
 2. An address dependency. A load whose address is computed from a loaded value comes after that load, also if
    the value passes through a Python int or an array of indices. A branch on the value does not order loads.
