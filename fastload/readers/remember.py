@@ -40,8 +40,8 @@ def remember(
     Works where a loader with ``cache="ram"`` or ``"lmdb:PATH"`` reads a dataset; anywhere else the function
     is called as usual. It must depend on nothing but the content of the file and its arguments, and draw no
     random numbers. Its results can be NumPy arrays, tensors on the CPU, numbers, strings, and tuples,
-    lists and dicts of these, with at least one array or tensor. Each caller gets memory of its own. Other results, and
-    arguments other than numbers, strings and containers of these, are computed each time;
+    lists and dicts of these, with at least one array or tensor. Each caller gets memory of its own. Other
+    results, and arguments other than numbers, strings and containers of these, are computed each time;
     ``loader.explain()`` counts them.
 
     Args:
