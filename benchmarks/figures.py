@@ -340,8 +340,9 @@ def tested() -> tuple[str, str]:
     dates = sorted({row["date"] for row in results["rows"]})
     days = " to ".join(sorted({dates[0], dates[-1]}))
     introduction = (
-        "`make test-matrix` runs the tests of `make test-fast` on these releases, each with the tests of its "
-        f"day ({days}, Linux on x86-64, no GPU; [what failed](../benchmarks/README.md#compatibility)):"
+        "`make test-matrix` runs the tests of `make test-fast` on these releases, each with the tests and "
+        f"the lower bounds of its day ({days}, Linux on x86-64, no GPU; "
+        "[what failed](../benchmarks/README.md#compatibility)):"
     )
     return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 

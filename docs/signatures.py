@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).with_name("api.md")
+# What the loader and the caches call; mkdocs.yml has the same names.
+PRIVATE = re.compile(r"_|(defer|extra_repr|gather|lend|of)$")
 BLOCK = re.compile(r"(?<=<!-- signatures -->\n)```py\n.*?```\n", re.DOTALL)
 _NAME = re.compile(r"^::: (fastload\.\S+)$", re.MULTILINE)
 
@@ -32,7 +34,7 @@ def _members(owner: type) -> list[tuple[str, Any]]:
     return [
         (name, value)
         for name, value in vars(owner).items()
-        if not name.startswith("_")
+        if not PRIVATE.match(name)
         and (callable(value) or isinstance(value, (property, classmethod)))
         and not any(hasattr(base, name) for base in strangers)
     ]

@@ -34,7 +34,7 @@ class BatchLostError(FastloadError, RuntimeError):
 
 
 class TooManyFailuresError(FastloadError, RuntimeError):
-    """More samples of an epoch failed than the loader's `max_errors` allows."""
+    """More samples could not be read, in an epoch or for a cache, than `max_errors` allows."""
 
 
 class WorkerStartError(FastloadError, RuntimeError):
@@ -64,7 +64,7 @@ class CacheError(FastloadError):
 
 
 class NondeterministicDatasetError(CacheError, ValueError):
-    """The dataset returns a different sample on every access, so a cache would freeze one random draw."""
+    """A sample draws random numbers, or differs when it is read again: a cache would freeze one draw."""
 
 
 class UnsupportedSampleError(CacheError, TypeError):
@@ -76,7 +76,7 @@ class CacheMismatchError(CacheError, ValueError):
 
 
 class CacheCorruptError(CacheError, OSError):
-    """A stored record is damaged."""
+    """A stored record, or the file of a cache, is damaged."""
 
 
 class DecodeMismatchError(CacheError, ValueError):
@@ -96,7 +96,7 @@ class DecodeMismatchError(CacheError, ValueError):
 
 
 class CacheBusyError(CacheError, OSError):
-    """Another process is building this cache."""
+    """Another process or thread is building this cache."""
 
 
 # --- images ----------------------------------------------------------------------------------------------

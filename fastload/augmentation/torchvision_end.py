@@ -3,7 +3,7 @@
 To make floats of an image, torchvision writes it five times, to fresh memory, and pixel by pixel where the
 channels are not planes. Here the bytes of a Pillow image are written to the memory of the result once, and
 the same operations follow in place, along planes or whole rows. They are met at `Compose`, v1's and v2's,
-which calls all other steps as ever. Rules:
+which calls all other steps as usual. Rules:
 
 1. The result has the same bits, type and strides: the same operations, in the same order. For each sequence
    of steps, that is tried once, on all 256 levels of each channel.

@@ -69,7 +69,7 @@ class CacheInfo:
         num_samples: Number of samples of the dataset.
         num_cached: Samples stored now.
         nbytes: Their size in bytes.
-        max_bytes: The limit for `nbytes`; None for a finished file.
+        max_bytes: The limit for `nbytes`; None for a finished file, and without a cache.
         layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"`, or `"none"`.
     """
 

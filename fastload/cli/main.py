@@ -80,8 +80,8 @@ def run(
             metavar="ram|ram:SIZE|lmdb:PATH",
             parser=_checked_cache,
             help="Remember the pixels of all files that the script's loaders decode, in memory; 'ram:32G' "
-            "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the directory PATH, whose "
-            "parent must exist.",
+            "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the file PATH, whose "
+            "folder must exist.",
         ),
     ] = None,
     seeding: Annotated[

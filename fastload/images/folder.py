@@ -240,8 +240,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         Covers the class names, and for each file its path below ``root``, its length and its modification
         time, but not its content. It calls stat for every file, which takes seconds for a million. Files of a
         remote folder count with the lengths and versions (such as ETags) they had when the folder was listed.
-        If the store has no versions, as on most web servers, the result is None: pass `CachedDataset` a
-        ``cache_key``. It is also None with a transform, which can be any function.
+        If the store has no versions, the result is None: pass `CachedDataset` a ``cache_key``. It is also
+        None with a transform, which can be any function.
 
         Raises:
             ImageReadError: if a file no longer exists.

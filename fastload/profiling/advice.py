@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from fastload.profiling.measures import LoaderReport
 
 MIN_DATA_SHARE = 0.05  # a loop that waits less for data has no bottleneck, and gets no advice
-MIN_GAIN = 1.05  # of an advice
+MIN_GAIN = 1.05  # of a suggestion
 _MAX_WORKERS = 32  # that are advised
-_MIN_SHARE = 0.3  # of making a batch, from which on a line of the user's is worth an advice
+_MIN_SHARE = 0.3  # of making a batch, from which on a line of the user's is worth a suggestion
 
 STAGE_NAMES = {
     READ: "reading files",

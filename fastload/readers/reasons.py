@@ -28,7 +28,7 @@ _MEANINGS = {
     FULL: 'raise the limit (cache="ram:32G"), or free memory',
     NOT_KEPT: (
         "a finished file takes nothing new: build it with the decoder that reads the files now. Otherwise "
-        "its disk is full or slow, or this user must not write there, as a line of log said"
+        "its disk is full or slow, or this user cannot write there, as a log line said"
     ),
     LEARNING: "64 images, or an epoch, tell whether the results are stored, or the whole images",
     UNUSUAL: "the reader returned, or was given, something else than plain values, arrays and images",

@@ -1,7 +1,7 @@
 """remember: any pure function of a file, or of bytes, registered by its user.
 
 The function decodes each file only once, while a dataset is read by a loader with a cache; everywhere else it
-is called as ever. Rules:
+is called as usual. Rules:
 
 1. The key has the name and the version of the function, the file or the bytes, and all arguments. The text
    of the path is an argument, too: the result can depend on it.
@@ -38,10 +38,10 @@ def remember(
     """Let ``@fastload.remember(version="1")`` remember what a function makes of a file.
 
     Works where a loader with ``cache="ram"`` or ``"lmdb:PATH"`` reads a dataset; anywhere else the function
-    is called as ever. It must depend on nothing but the content of the file and its arguments, and draw no
-    random numbers. Its results can be NumPy arrays, tensors on the CPU, numbers, texts, and tuples, lists and
-    dicts of these, with at least one array or tensor. Each caller gets memory of its own. Other results, and
-    arguments other than numbers, texts and containers of these, are computed each time;
+    is called as usual. It must depend on nothing but the content of the file and its arguments, and draw no
+    random numbers. Its results can be NumPy arrays, tensors on the CPU, numbers, strings, and tuples,
+    lists and dicts of these, with at least one array or tensor. Each caller gets memory of its own. Other
+    results, and arguments other than numbers, strings and containers of these, are computed each time;
     ``loader.explain()`` counts them.
 
     Args:

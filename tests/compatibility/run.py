@@ -6,7 +6,7 @@
 
 Each row of ROWS gets an environment of its own in build/matrix, which runs the tests without the markers
 `slow` and `matrix`. After each row, its result, or the reason why it cannot run here, goes to
-benchmarks/results/compatibility.json, of which benchmarks/figures.py makes the table in docs/how-it-works.md.
+benchmarks/results/compatibility.json, of which benchmarks/figures.py makes the table in docs/index.md.
 
 This program needs only the standard library of Python 3.11 or later. If pip finds only a CUDA build of torch,
 it compiles small libraries in the place of 3 GB of CUDA libraries (cuda_stand_ins.py), with gcc and binutils.
