@@ -132,7 +132,7 @@ def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequ
 
 
 def batch_access_of(dataset: Any) -> BatchAccess | None:
-    """How to get whole batches of a dataset, also inside torch's Subset; None if it must be read by ``dataset[index]``."""
+    """What makes whole batches of a dataset, also inside torch's Subset; None: read by ``dataset[index]``."""
     dataset, _ = inside_subsets(dataset)
     if type(dataset) is TensorDataset and has_own_methods(dataset, TensorDataset):
         return _TensorAccess(dataset)
