@@ -1,7 +1,7 @@
 """The DataLoader class: torch's arguments and batches, over fastload's own transport.
 
 The class has the settings. The iterators that `iter(loader)` makes (folder epochs/) own what must be stopped
-or freed, and `epochs/loader_state.py` has what is alive between them. So a loader is safe to copy, pickle,
+or freed, and `epochs/runtime.py` has what is alive between them. So a loader is safe to copy, pickle,
 drop, or re-create from its public attributes, as frameworks do.
 """
 
@@ -23,8 +23,8 @@ from fastload.batch.loader_collate import LoaderCollate, lost_in_torch, own_coll
 from fastload.epochs import position
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.loader_state import explain_cache, look_at_cache, recorder_of, state_of
 from fastload.epochs.on_device import DeviceIterator, choose_device
+from fastload.epochs.runtime import explain_cache, look_at_cache, meter_of, runtime_of
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.torch_path import torch_iterator
 from fastload.readers import patches
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failures import FailedSample
     from fastload.device.devices import Backend
-    from fastload.epochs.loader_state import LoaderState
+    from fastload.epochs.runtime import LoaderRuntime
     from fastload.workers.ray_pool import RayWorkers
 
 T_co = TypeVar("T_co", covariant=True)  # of torch's class
@@ -284,19 +284,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _use_new(self, name: str) -> None:
         """Let the next `iter(loader)` begin with the new value of an option."""
-        state = state_of(self)
-        state.has_new_settings = True
-        state.buffers = None  # their limit can be new
+        runtime = runtime_of(self)
+        runtime.has_new_settings = True
+        runtime.buffers = None  # their limit can be new
         if name == "cache":
-            state.judged = None
-            if state.file_cache is not None:
-                state.file_cache.close()
-                state.file_cache = None
+            runtime.judged = None
+            if runtime.file_cache is not None:
+                runtime.file_cache.close()
+                runtime.file_cache = None
 
     @property
     def failed_samples(self) -> list[FailedSample]:
         """The samples that could not be read so far, of all epochs; see `on_error`."""
-        return list(state_of(self).failed_samples)
+        return list(runtime_of(self).failed_samples)
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter now and two in its next release; this one takes any number.
@@ -329,49 +329,49 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return {**vars(self), "_iterator": None}
 
     def __iter__(self) -> Any:
-        state = state_of(self)
-        with state.lock:
-            return self._begin_epoch(state)
+        runtime = runtime_of(self)
+        with runtime.lock:
+            return self._begin_epoch(runtime)
 
-    def _begin_epoch(self, state: LoaderState) -> Any:
-        if state.skips_empty_rest:
-            state.skips_empty_rest = False
+    def _begin_epoch(self, runtime: LoaderRuntime) -> Any:
+        if runtime.skips_empty_rest:
+            runtime.skips_empty_rest = False
             for _ in self:
                 pass
         persistent: Any = self._iterator
-        workers = getattr(persistent, "source", persistent)
+        workers = getattr(persistent, "host_iterator", persistent)
         if isinstance(workers, Epoch) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
         elif isinstance(persistent, EpochIterator) and (
             # A notebook's user who stops a cell runs it again.
-            state.has_new_settings or (isinstance(workers, Epoch) and workers.was_interrupted)
+            runtime.has_new_settings or (isinstance(workers, Epoch) and workers.was_interrupted)
         ):
             persistent.close()
             self._iterator = None
-        state.has_new_settings = False
+        runtime.has_new_settings = False
         began_ns = time.perf_counter_ns()
         iterator = position.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
-            look = functools.partial(look_at_cache, state, self.dataset)
-            iterator.clock = Clock(recorder_of(self), iterator.num_workers, began_ns, look)
+            look = functools.partial(look_at_cache, runtime, self.dataset)
+            iterator.clock = Clock(meter_of(self), iterator.num_workers, began_ns, look)
         return iterator
 
     def _get_iterator(self) -> Any:
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
-        source = self._host_iterator(None if device is None else device[0])
+        host_iterator = self._host_iterator(None if device is None else device[0])
         if device is None and self.device_transform is None:
-            return source
-        iterator = DeviceIterator(self, source, device)
-        state_of(self).iterators[iterator] = None
+            return host_iterator
+        iterator = DeviceIterator(self, host_iterator, device)
+        runtime_of(self).iterators[iterator] = None
         return iterator
 
     def _host_iterator(self, backend: Backend | None = None) -> Any:
-        state = state_of(self)
-        if self.seeding == "sample" and not state.has_searched_generators:
-            state.has_searched_generators = True
+        runtime = runtime_of(self)
+        if self.seeding == "sample" and not runtime.has_searched_generators:
+            runtime.has_searched_generators = True
             warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
         reason = self._why_torch()
         iterator: Any
@@ -387,7 +387,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if self.num_workers:
                 self.check_worker_number_rationality()
             iterator = Epoch(self, backend)
-        state.iterators[iterator] = None
+        runtime.iterators[iterator] = None
         return iterator
 
     def _reject_torch(self, reason: str) -> None:
@@ -465,7 +465,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         caller = sys._getframe(1).f_globals.get("__name__")
         # Lightning takes an epoch for completed when it has trained on the last batch: a state of that moment
         # would make its next epoch an empty one. Loops that ask for the rest of the epoch get it, empty.
-        state_of(self).skips_empty_rest = caller in _LIGHTNING and position.has_no_rest(self)
+        runtime_of(self).skips_empty_rest = caller in _LIGHTNING and position.has_no_rest(self)
 
     def explain(self) -> str:
         """What `cache=` does and has done: files and memory, how many were found, and why others were not.
@@ -484,24 +484,24 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Args:
             reset: Start over at zero after this call.
         """
-        return recorder_of(self).stats(reset=reset)
+        return meter_of(self).stats(reset=reset)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.
 
         You can iterate over the loader again. Open iterators raise LoaderClosedError.
         """
-        state = state_of(self)
-        for reference in state.iterators.keyrefs():  # a copy: other threads can make iterators meanwhile
+        runtime = runtime_of(self)
+        for reference in runtime.iterators.keyrefs():  # a copy: other threads can make iterators meanwhile
             iterator = reference()
             if iterator is not None:
                 iterator.close()
         self._iterator = None
-        if state.file_cache is not None:
-            state.file_cache.close()
-            state.file_cache = None
-        patches.release(state)
-        state.buffers = None  # those that a loader without workers keeps between its epochs
+        if runtime.file_cache is not None:
+            runtime.file_cache.close()
+            runtime.file_cache = None
+        patches.release(runtime)
+        runtime.buffers = None  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:
         return self

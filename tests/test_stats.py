@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Subset
 import fastload
 from fastload import DataLoader
 from fastload.epochs import stats
-from fastload.epochs.loader_state import recorder_of, state_of
+from fastload.epochs.runtime import meter_of, runtime_of
 from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import WorkerCounters
 from tests.faults import zoo
@@ -140,7 +140,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     """The caller may go on; the other batches count, and no error and no end is a wait; workers were busy."""
     with DataLoader(datasets.Made(fails_at_5, 22), 4, **way) as loader:
         got = read_epoch(loader)
-        figures, counts = loader.stats(), recorder_of(loader).counts
+        figures, counts = loader.stats(), meter_of(loader).counts
     num_errors = sum(isinstance(item, OSError) for item in got)
     assert (len(got) - num_errors, num_errors) == (5, 1)
     assert (figures.num_batches, figures.num_samples) == (5, 18)
@@ -269,12 +269,12 @@ def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
 def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
     """Two workers that were busy for 3 s together, in an epoch of 2 s."""
     loader = DataLoader(ROWS, 4)
-    recorder = recorder_of(loader)
-    measured = stats.Clock(recorder, 2, clock[0])
+    meter = meter_of(loader)
+    measured = stats.Clock(meter, 2, clock[0])
     clock[0] += 2 * S
     measured.count(clock[0] - 2 * S, 4)
-    recorder.add(WorkerCounters(1_000_000))
-    recorder.add(WorkerCounters(2_000_000))
+    meter.add(WorkerCounters(1_000_000))
+    meter.add(WorkerCounters(2_000_000))
     assert loader.stats().worker_utilization == 0.75
 
 
@@ -283,13 +283,13 @@ def test_threads_lose_no_hits_of_the_process() -> None:
     before, interval = stats.of_process.copied_counts(), sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
-    def count(recorder: stats.Recorder) -> None:
+    def count(meter: stats.Meter) -> None:
         for _ in range(2000):
-            recorder.add(WorkerCounters(0, 1, 2, {"new": 2}))
+            meter.add(WorkerCounters(0, 1, 2, {"new": 2}))
 
     try:
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(count, [stats.Recorder() for _ in range(4)]))
+            list(threads.map(count, [stats.Meter() for _ in range(4)]))
     finally:
         sys.setswitchinterval(interval)
     counts = stats.of_process.copied_counts().since(before)
@@ -337,7 +337,7 @@ def test_a_copied_loader_starts_at_zero() -> None:
 def test_a_state_that_knows_its_loader_keeps_it_no_longer_than_a_variable_would() -> None:
     """The garbage collector finds the circle."""
     loader: Any = DataLoader(ROWS, 4)
-    state_of(loader).failed_samples.append(loader)
+    runtime_of(loader).failed_samples.append(loader)
     reference = weakref.ref(loader)
     del loader
     gc.collect()

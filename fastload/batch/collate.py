@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from fastload.batch.access import THREADS_PAY_BYTES
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
-from fastload.batch.source import THREADS_PAY_BYTES
 from fastload.images.geometry import image_layout
 from fastload.memory.lease import current_allocator
 from fastload.nested.deferred import DeferredImage

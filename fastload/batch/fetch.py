@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.batch.access import batch_access_of, expect, expects, inside_subsets
 from fastload.batch.collate import Collator, is_torch_default, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import Stream
 from fastload.batch.failures import Replacer, path_of
-from fastload.batch.source import batch_source_of, expect, expects, inside_subsets
 from fastload.errors import ResumeError
 from fastload.memory.lease import BufferPool, allocating_in, current_allocator
 from fastload.nested.deferred import computed
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from fastload.batch.access import BatchAccess
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.plan import Plan
-    from fastload.batch.source import BatchSource
     from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
     from fastload.rng.sample_rng import SampleSeeder
@@ -101,7 +101,7 @@ class Fetcher:
         self._collator = Collator(allocator, in_worker=in_worker, channels_last=plan.channels_last)
         self._stack_memory = allocator if in_worker else None
         self._stacking = allocating_in(self._stack_memory)
-        self._source = None if plan.is_iterable else batch_source_of(dataset)
+        self._access = None if plan.is_iterable else batch_access_of(dataset)
         self._expects = not plan.is_iterable and expects(dataset)
         self.replacer: Replacer | None = None
         if plan.on_error != "raise":
@@ -176,8 +176,8 @@ class Fetcher:
             return self._fetch_next(self.stream, index)
         if not self._auto_collation:
             return self._stacked(self._fetch_whole, index, key)  # the dataset can return whole batches
-        if self._source is not None and self._is_default:
-            return self._fetch_from(self._source, list(index), key)
+        if self._access is not None and self._is_default:
+            return self._fetch_from(self._access, list(index), key)
         return self._collated(self._samples(index, key))
 
     def _fetch_whole(self, index: Any, key: BatchKey | None) -> Any:
@@ -186,18 +186,18 @@ class Fetcher:
         get = self._getter(None, (index,), key)
         return self._collate_fn(self._dataset[index] if get is None else get(index))
 
-    def _fetch_from(self, source: BatchSource, indices: list[Any], key: BatchKey | None) -> Any:
+    def _fetch_from(self, access: BatchAccess, indices: list[Any], key: BatchKey | None) -> Any:
         dataset, positions = inside_subsets(self._dataset, indices)
         self.num_samples = len(positions)
-        batch = source.gather(positions, self._allocator.array)
+        batch = access.gather(positions, self._allocator.array)
         if batch is not None:
             return batch
-        lend = source.lend
+        lend = access.lend
         if lend is not None:  # it draws nothing, so no generator is set
             # torch warns about read-only arrays, and a dataset can reuse the memory of those that it lends.
             get = self._getter(lend, indices, None)
             return self._collated(self._read(get, indices, positions, own=private_copy))
-        defer = source.defer if self._collator.takes_deferred else None
+        defer = access.defer if self._collator.takes_deferred else None
         get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
         return self._collated(self._read(get, indices, positions, own=None if defer is None else _computed))
 

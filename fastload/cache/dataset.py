@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.augmentation.encoded import decoded
+from fastload.batch.access import expect, expects, positions_of
 from fastload.batch.failures import FailedSample
-from fastload.batch.source import expect, expects, positions_of
 from fastload.cache.fill import FillOptions, fill
 from fastload.cache.finished import LMDBCache
 from fastload.cache.no_cache import NoCache
@@ -41,7 +41,7 @@ from fastload.system.notes import add_note, suggest_arguments
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastload.batch.source import Allocate, BatchSource
+    from fastload.batch.access import Allocate, BatchAccess
     from fastload.cache.sample_cache import SampleCache
 
 # Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
@@ -412,14 +412,14 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _expect(self) -> Callable[[Sequence[int]], None] | None:
-        """See `batch.source`: it tells the wrapped dataset which uncached samples are read next."""
+        """See `batch.access`: it tells the wrapped dataset which uncached samples are read next."""
         return self._expect_missing if expects(self._source) else None
 
     def _expect_missing(self, indices: Sequence[int]) -> None:
         positions = (index + self._num_samples if index < 0 else index for index in indices)
         expect(self._source, [position for position in positions if position not in self.cache])
 
-    def _batch_source(self) -> BatchSource | None:
+    def _batch_access(self) -> BatchAccess | None:
         return self
 
     @property
@@ -434,7 +434,7 @@ class CachedDataset(Dataset[Any]):
         return self.__getitem__ if transform is None else self._caller_of(transform).of_batch(self._view)
 
     def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
-        """The batch of these samples, as `BatchSource` has it.
+        """The batch of these samples, as `BatchAccess` has it.
 
         Returns:
             None if there is a transform, a sample is not cached in columns, or the batch needs

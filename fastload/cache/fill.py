@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from fastload.batch.access import expect, expects
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors, path_of
-from fastload.batch.source import expect, expects
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError, WorkerDiedError
 from fastload.system.checks import as_int, check_arguments, integer, one_of, optional
 from fastload.system.child_process import enter_child, handlers_blocked

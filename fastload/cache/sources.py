@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastload.augmentation.encoded import EncodedImage
-from fastload.batch.source import expect, expects
+from fastload.batch.access import expect, expects
 from fastload.images.folder import ImageFolder
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.integrations import bootstrap
 from fastload.integrations.patch import add_methods
-from fastload.integrations.state import state
+from fastload.integrations.patch_status import status
 from fastload.system.logs import write_stderr
 from fastload.system.os_errors import why_unwritable
 
@@ -56,7 +56,7 @@ def begin_profile() -> None:
     settings, speaks = bootstrap.settings_here()
     if speaks:
         profiles: list[Profile] = []
-        state.at_first_loader = functools.partial(_start, profiles, os.getpid())
+        status.at_first_loader = functools.partial(_start, profiles, os.getpid())
         add_methods()
         atexit.register(_report, profiles, settings["output"], os.getpid())
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fastload.augmentation.encoded import EncodedImage
-from fastload.batch.source import expect
+from fastload.batch.access import expect
 from fastload.cache.random_check import probe, spread_indices
 from fastload.cache.sources import encoded_source
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError

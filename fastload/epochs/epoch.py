@@ -23,8 +23,8 @@ from fastload.batch.failures import FailureCount
 from fastload.device.pinning import pinning
 from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs.iterator import EpochIterator, raise_remote
-from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position
+from fastload.epochs.runtime import file_cache_of, meter_of, runtime_of
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.system.notes import short_repr
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
@@ -81,16 +81,16 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
             raise
 
     def _make_pool(self, loader: Any, backend: Backend | None) -> WorkerPool | PinnedPool:
-        plan, state = self._plan, state_of(loader)
+        plan, runtime = self._plan, runtime_of(loader)
         pool_type = InlinePool if self._is_inline else pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
         if pool_type.uses_threads and backend is not None:
             pin = functools.partial(pin_dense, backend)  # else the consumer would copy each batch
         elif self._pin_memory and loader.device is None:  # with device=, copies ahead pin memory
             pin = pinning(self._pin_memory_device)
-        pool = pool_type(plan, recorder_of(loader).add, pin if pool_type.pins else None)
+        pool = pool_type(plan, meter_of(loader).add, pin if pool_type.pins else None)
         if isinstance(pool, InlinePool):
-            state.buffers = pool.take_buffers(state.buffers)
+            runtime.buffers = pool.take_buffers(runtime.buffers)
         return pool if pin is None or pool.pins else PinnedPool(pool, pin, in_order=plan.in_order)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
@@ -116,11 +116,11 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         self._is_prefetched = False
         self._is_drawn = False
         epoch, position = None, self.position
-        if not first_iter and state_of(loader).has_set_epoch:
+        if not first_iter and runtime_of(loader).has_set_epoch:
             epoch = position.epoch
         self._pool.begin_epoch(epoch, position.dataset_states)
         self._schedule = Schedule(self._num_workers, position.next_worker, in_order=self._plan.in_order)
-        self._failures = FailureCount(loader, state_of(loader).failed_samples)
+        self._failures = FailureCount(loader, runtime_of(loader).failed_samples)
         for _ in range(self._plan.prefetch_factor * self._num_workers):
             failure = self._put_index()
             if failure is not None:
@@ -318,7 +318,10 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def close(self) -> None:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""
         loader = self.owner()
-        if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
+        if loader is not None and self in (
+            loader._iterator,
+            getattr(loader._iterator, "host_iterator", None),
+        ):
             loader._iterator = None  # stopped persistent workers cannot serve another epoch
         self._broken = self._broken or LoaderClosedError
         self._pool.close()

@@ -20,7 +20,7 @@ import torch
 from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.loader_state import state_of
+from fastload.epochs.runtime import runtime_of
 from fastload.errors import LoaderClosedError
 from fastload.nested.tree import map_device_leaves
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchDraws, drawing_from
@@ -41,7 +41,7 @@ def choose_device(loader: Any) -> tuple[Backend, Any] | None:
     Raises:
         DeviceUnavailableError: CUDA was requested by name and is not available.
     """
-    copy_streams, name = state_of(loader).copy_streams, str(loader.device)
+    copy_streams, name = runtime_of(loader).copy_streams, str(loader.device)
     if name not in copy_streams:
         backend = choose_backend(loader.device, "DataLoader")
         if backend is None:
@@ -56,17 +56,17 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     Args:
         loader: The loader, with its device and transform.
-        source: Returns the loader's batches on the host.
+        host_iterator: Returns the loader's batches on the host.
         device: The result of `choose_device`.
 
     Attributes:
-        source: As given.
+        host_iterator: As given.
     """
 
-    def __init__(self, loader: Any, source: Any, device: tuple[Backend, Any] | None) -> None:
+    def __init__(self, loader: Any, host_iterator: Any, device: tuple[Backend, Any] | None) -> None:
         self.owner = weakref.ref(loader)
-        self.source = source
-        self.num_workers = source.num_workers
+        self.host_iterator = host_iterator
+        self.num_workers = host_iterator.num_workers
         self._device = device
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
@@ -75,12 +75,12 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._begin(loader)
 
     def _begin(self, loader: Any) -> None:
-        self.position = position = self.source.position
+        self.position = position = self.host_iterator.position
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
-            self._transform = EpochTransform(loader, self.source)
+            self._transform = EpochTransform(loader, self.host_iterator)
         if self._device is not None:
-            self._ahead = ahead = _FetchedAhead(self.source, position)
+            self._ahead = ahead = _FetchedAhead(self.host_iterator, position)
             next_transform = None if self._transform is None else self._transform.of_fetched
             self._prefetcher = StreamPrefetcher(
                 ahead, *self._device, DEPTH, next_transform, ahead.hand_over, ahead.poll
@@ -102,7 +102,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
             raise LoaderClosedError
         if self._prefetcher is not None:
             return next(self._prefetcher), self._ahead.num_samples
-        batch, num_samples = self.source.next_sized()
+        batch, num_samples = self.host_iterator.next_sized()
         if self._transform is not None:
             batch = apply_transform(self._transform.of_fetched(), batch, torch.device("cpu"))
         return batch, num_samples
@@ -113,11 +113,11 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         return None if self._prefetcher is None else self._ahead.num_taken
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.host_iterator)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this with persistent workers."""
-        self.source._reset(loader, first_iter)  # if it fails, the old epoch continues
+        self.host_iterator._reset(loader, first_iter)  # if it fails, the old epoch continues
         self._end_prefetching()
         self._begin(loader)
 
@@ -128,39 +128,39 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     @property
     def _workers(self) -> Any:
-        return self.source._workers  # as in torch, an iterator without workers has no such attribute
+        return self.host_iterator._workers  # as in torch, an iterator without workers has no such attribute
 
     def close(self) -> None:
-        """Stop prefetching and close the source; batches that the caller holds stay valid."""
+        """Stop prefetching and close the iterator on the host; batches that the caller holds stay valid."""
         self._is_closed = True
         self._end_prefetching()
-        self.source.close()
+        self.host_iterator.close()
 
     _shutdown_workers = close  # other libraries stop torch's iterator by this method
 
 
 class _FetchedAhead(Iterator[Any]):
-    """Batches of a source, with what the loader counts when the caller takes them.
+    """Batches on the host, with what the loader counts when the caller takes them.
 
     Attributes:
         num_samples: Of the batch that the caller took last.
         num_taken: How many batches the caller has with it.
     """
 
-    def __init__(self, source: Any, position: Position) -> None:
-        self._source = source
+    def __init__(self, host_iterator: Any, position: Position) -> None:
+        self._host = host_iterator
         self.position = position
         # For each fetched batch or error: how many batches the caller will have received with it; samples.
         self._marks: collections.deque[tuple[int, int]] = collections.deque()
         self.num_samples = self.num_taken = 0
-        self.register_slots = getattr(source, "register_slots", None)
+        self.register_slots = getattr(host_iterator, "register_slots", None)
 
     def __next__(self) -> Any:
-        return self._marked(self._source.next_sized)[0]
+        return self._marked(self._host.next_sized)[0]
 
     def poll(self) -> tuple[Any] | None:
         """The next batch in a tuple; None if it would have to be waited for."""
-        batch: tuple[Any] | None = self._marked(self._source.poll_sized)
+        batch: tuple[Any] | None = self._marked(self._host.poll_sized)
         return batch
 
     def _marked(self, fetch: Callable[[], Any]) -> Any:
@@ -185,21 +185,21 @@ class EpochTransform:
 
     Args:
         loader: The loader.
-        source: Fetches its batches.
+        host_iterator: Fetches its batches.
     """
 
-    def __init__(self, loader: Any, source: Any) -> None:
+    def __init__(self, loader: Any, host_iterator: Any) -> None:
         function = loader.device_transform
         self._function = compose(function)
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
-        self._source = source
+        self._host = host_iterator
         self._auto_collation = has_auto_collation(loader)
         self._first_call = 0 if loader.batch_transform is None else AFTER_BATCH_TRANSFORM
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
-        last = self._source.last
-        key = last.key or self._source.position.batch_key(last.number)
+        last = self._host.last
+        key = last.key or self._host.position.batch_key(last.number)
         return functools.partial(self._call, key, last.index if self._auto_collation else (last.index,))
 
     def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
-from fastload.epochs.loader_state import state_of
 from fastload.epochs.order import DEFAULT, Order, length_or_none, sharding_of
+from fastload.epochs.runtime import runtime_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.checks import as_int, integer
@@ -126,9 +126,9 @@ class Position:
         Raises:
             ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
         """
-        state, order = state_of(loader), Order(loader)
-        loaded, state.loaded = state.loaded, None  # `make_iterator` restores it after an error
-        self = cls(state.next_epoch, kind, order.generator_states(), why_unresumable=reason)
+        runtime, order = runtime_of(loader), Order(loader)
+        loaded, runtime.loaded = runtime.loaded, None  # `make_iterator` restores it after an error
+        self = cls(runtime.next_epoch, kind, order.generator_states(), why_unresumable=reason)
         self.batch_size = loader.batch_size
         try:
             self.samplers = order.sampler_states()
@@ -154,7 +154,7 @@ class Position:
         if loader.seeding == "sample":
             num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
             self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
-        state.next_epoch, state.position = self.epoch + 1, self
+        runtime.next_epoch, runtime.position = self.epoch + 1, self
         return self
 
     def _resume_at(self, loader: DataLoader[Any], order: Order, loaded: Position) -> None:
@@ -459,19 +459,19 @@ def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     A loaded state then stays loaded, and all generators and samplers are restored, so the next `iter(loader)`
     begins at the same place. Without a loaded state, the loader's generator stays as torch leaves it.
     """
-    state = state_of(loader)
-    before = state.next_epoch, state.position, state.loaded
+    runtime = runtime_of(loader)
+    before = runtime.next_epoch, runtime.position, runtime.loaded
     try:
-        with contextlib.nullcontext() if state.loaded is None else Order(loader).unchanged_on_error():
+        with contextlib.nullcontext() if runtime.loaded is None else Order(loader).unchanged_on_error():
             return make()
     except BaseException:
-        state.next_epoch, state.position, state.loaded = before
+        runtime.next_epoch, runtime.position, runtime.loaded = before
         raise
 
 
 def sample_seed_of(loader: DataLoader[Any]) -> int:
     """The seed of the loaded run; else the user's seed of the loader's generator, or of torch."""
-    seed = state_of(loader).sample_seed
+    seed = runtime_of(loader).sample_seed
     if seed is not None:
         return seed
     return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
@@ -483,10 +483,10 @@ def state_dict(loader: DataLoader[Any]) -> dict[str, Any]:
     Raises:
         Exception: An error of a sampler's or a dataset's `state_dict()` within this epoch.
     """
-    state = state_of(loader)
-    if isinstance(state.loaded, Position):
-        return state.loaded.to_dict()
-    position: Position = state.position or Position(state.next_epoch, sample_seed=sample_seed_of(loader))
+    runtime = runtime_of(loader)
+    if isinstance(runtime.loaded, Position):
+        return runtime.loaded.to_dict()
+    position: Position = runtime.position or Position(runtime.next_epoch, sample_seed=sample_seed_of(loader))
     saved = dataclasses.replace(position, rank=sharding_of(loader)[0])
     if position.is_within_epoch:
         if position.why_unresumable == _OUT_OF_ORDER:
@@ -510,7 +510,7 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
         ResumeError: This is not a state of this release's loader, or another rank with another order saved
             it. Nothing has changed.
     """
-    loaded, order, state = Position.from_dict(saved), Order(loader), state_of(loader)
+    loaded, order, runtime = Position.from_dict(saved), Order(loader), runtime_of(loader)
     for place in loaded.generators.keys() & order.generators.keys():
         order.generator_at(place, loaded.generators[place])  # raises now if it is damaged
     missing = {
@@ -527,13 +527,13 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
         with order.unchanged_on_error():
             order.set_generators(loaded.generators)
             order.set_samplers({k: v for k, v in loaded.samplers.items() if k in order.keys})
-    state.loaded, state.sample_seed = loaded, loaded.sample_seed
-    state.next_epoch = loaded.epoch + loaded.is_finished
+    runtime.loaded, runtime.sample_seed = loaded, loaded.sample_seed
+    runtime.next_epoch = loaded.epoch + loaded.is_finished
 
 
 def has_no_rest(loader: DataLoader[Any]) -> bool:
     """Whether a state was loaded that was saved after the last batch of an epoch, but before its end."""
-    loaded: Position | None = state_of(loader).loaded
+    loaded: Position | None = runtime_of(loader).loaded
     if loaded is None or not loaded.is_within_epoch:
         return False
     try:
@@ -548,8 +548,8 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
     Raises:
         TypeError: The number is not an integer.
     """
-    number, state = as_int("epoch", number), state_of(loader)
-    state.next_epoch, state.has_set_epoch = number, True
+    number, runtime = as_int("epoch", number), runtime_of(loader)
+    runtime.next_epoch, runtime.has_set_epoch = number, True
     for owner in [*Order(loader).samplers.values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):

@@ -143,7 +143,7 @@ class Counts:
         return Counts(**sums)
 
 
-class Recorder:
+class Meter:
     """The figures of one loader.
 
     Attributes:
@@ -193,32 +193,32 @@ class Recorder:
         return stats_of(counts.since(before))
 
 
-of_process = Recorder()  # the caches and epochs of all loaders of this process
+of_process = Meter()  # the caches and epochs of all loaders of this process
 if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=lambda: globals().update(of_process=Recorder()))
+    os.register_at_fork(after_in_child=lambda: globals().update(of_process=Meter()))
 
 
 class Clock:
     """Measures one epoch of one iterator: the consumer's steps and its waits.
 
     Args:
-        recorder: Counts them for the loader.
+        meter: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
         look: Called at the end of the epoch, with True, and after each few hundred batches, with False.
 
     Attributes:
-        recorder: As given.
+        meter: As given.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        meter: Meter,
         num_workers: int,
         began_ns: int,
         look: Callable[[bool], object] = bool,
     ) -> None:
-        self.recorder = recorder
+        self.meter = meter
         self._look = look
         self._num_workers = num_workers
         # When the loader last returned to its caller, at first from iter(loader).
@@ -234,18 +234,18 @@ class Clock:
             size: The samples of its batch; None: it ends with an error, or the end of the epoch.
             device_wait_ns: How long it waited for the device; this counts as the consumer's own work.
         """
-        recorder = self.recorder
-        with recorder.lock:
+        meter = self.meter
+        with meter.lock:
             now_ns = time.perf_counter_ns()
             call = called_ns - self._returned_ns, now_ns - called_ns, device_wait_ns, self._num_workers, size
             self._returned_ns = now_ns
             if self._has_first and size is not None:
-                recorder.calls.append(call)
-                if len(recorder.calls) >= _MAX_CALLS:
-                    recorder.count_calls()
+                meter.calls.append(call)
+                if len(meter.calls) >= _MAX_CALLS:
+                    meter.count_calls()
                     self._look(False)
                 return
-            counts = recorder.counts
+            counts = meter.counts
             wait_ns = counts.add_call(call)
             if size is None:  # a wait ends with a batch
                 counts.other_ns += wait_ns

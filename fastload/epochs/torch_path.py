@@ -15,8 +15,8 @@ import torch
 
 from fastload.batch.failures import FailureCount
 from fastload.epochs.iterator import EpochIterator, raise_remote
-from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.epochs.position import Position
+from fastload.epochs.runtime import file_cache_of, meter_of, runtime_of
 from fastload.memory.lease import BufferPool
 from fastload.system import torch_private
 from fastload.workers.batch_maker import BatchMaker
@@ -52,8 +52,8 @@ def torch_iterator(
     twin.check_worker_number_rationality()
     iterator = TorchIterator(twin)
     iterator.owner, iterator.reason, iterator.file_cache = weakref.ref(loader), reason, file_cache
-    iterator.failures = FailureCount(loader, state_of(loader).failed_samples)
-    iterator.num_workers, iterator.count = loader.num_workers, recorder_of(loader).add
+    iterator.failures = FailureCount(loader, runtime_of(loader).failed_samples)
+    iterator.num_workers, iterator.count = loader.num_workers, meter_of(loader).add
     return iterator
 
 
@@ -109,7 +109,7 @@ class TorchIterator(EpochIterator, torch_private.MultiProcessingDataLoaderIter):
         tasks = self._index_sampler
         if not first_iter:  # the next epoch of persistent workers
             tasks.position = Position.begin(loader, "again", self.reason)
-            self.failures = FailureCount(loader, state_of(loader).failed_samples)
+            self.failures = FailureCount(loader, runtime_of(loader).failed_samples)
         self.position = tasks.position
         self.position.base_seed = int(self._base_seed)
         self._ended: set[int] = set()  # the workers whose share of an iterable dataset is used up

@@ -165,7 +165,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     @property
     def _expect(self) -> Callable[[Sequence[Any]], None] | None:
-        """See `batch.source`; None unless the folder is remote."""
+        """See `batch.access`; None unless the folder is remote."""
         return None if self._remote is None else self._expect_remote
 
     def _expect_remote(self, indices: Sequence[Any]) -> None:

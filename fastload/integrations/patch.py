@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fastload.integrations.state import state
+from fastload.integrations.patch_status import status
 
 
 def patch_torch(**defaults: Any) -> None:
@@ -54,7 +54,7 @@ def patch_torch(**defaults: Any) -> None:
                 f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's "
                 f"loader lacks: {', '.join(sorted(CHECKS))}"
             )
-    DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
+    DataLoader([0], **{**status.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
     patch(defaults)
 
 
@@ -64,27 +64,27 @@ def unpatch_torch() -> None:
     Loaders built and subclasses defined in the meantime stay fastload's, and work. Without a prior
     `patch_torch`, the call has no effect.
     """
-    state.is_patched = False
-    state.defaults = {}
+    status.is_patched = False
+    status.defaults = {}
 
 
 def patch(defaults: dict[str, Any]) -> None:
     """Patch torch's class without a check of the defaults, which the first loader makes."""
-    state.defaults = {**state.defaults, **defaults}
-    state.is_patched = True
+    status.defaults = {**status.defaults, **defaults}
+    status.is_patched = True
     add_methods()
 
 
 def add_methods() -> None:
-    """Give torch's class the methods that do what `state` says; the class cannot do without them again."""
+    """Give torch's class the methods that do what `status` says; the class cannot do without them again."""
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     @functools.wraps(TorchLoader.__init__, assigned=())  # for inspect.signature
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if state.at_first_loader is not None:
-            begin, state.at_first_loader = state.at_first_loader, None
+        if status.at_first_loader is not None:
+            begin, status.at_first_loader = status.at_first_loader, None
             begin()
-        is_patched = state.is_patched
+        is_patched = status.is_patched
         if is_patched:
             from fastload.integrations.replaced import DataLoader
 
@@ -94,7 +94,7 @@ def add_methods() -> None:
         loader = make(cls) if make is object.__new__ else make(cls, *args, **kwargs)
         if is_patched and isinstance(loader, DataLoader):
             # For a derived class that names its base, `torch.utils.data.DataLoader.__init__(self, ...)`.
-            vars(loader).update(state.defaults)
+            vars(loader).update(status.defaults)
         return loader
 
     for name, method in ("__new__", staticmethod(new)), ("__init_subclass__", _init_subclass):
@@ -107,7 +107,7 @@ def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     super(TorchLoader, cls).__init_subclass__(**kwargs)
-    if not state.is_patched or TorchLoader not in cls.__bases__ or cls.__module__.startswith("fastload."):
+    if not status.is_patched or TorchLoader not in cls.__bases__ or cls.__module__.startswith("fastload."):
         return
     from fastload.integrations.replaced import DataLoader
     from fastload.loader import DataLoader as FastloadLoader

@@ -10,7 +10,7 @@ import torch.utils.data
 
 import fastload.loader
 from fastload.batch.loader_collate import carried_settings
-from fastload.integrations.state import state
+from fastload.integrations.patch_status import status
 from fastload.system.notes import add_note
 
 # Its position among the arguments.
@@ -32,10 +32,12 @@ class DataLoader(fastload.loader.DataLoader[Any]):
     @functools.wraps(fastload.loader.DataLoader.__init__)  # type: ignore[misc]  # for inspect.signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         added: dict[str, Any] = {}
-        if state.is_patched:
+        if status.is_patched:
             collate_fn = args[_COLLATE_FN] if len(args) > _COLLATE_FN else kwargs.get("collate_fn")
             carried = carried_settings(collate_fn, args[0] if args else kwargs.get("dataset"))
-            added = {name: value for name, value in state.defaults.items() if name not in {*carried, *kwargs}}
+            added = {
+                name: value for name, value in status.defaults.items() if name not in {*carried, *kwargs}
+            }
             kwargs = {**carried, **added, **kwargs}
         try:
             super().__init__(*args, **kwargs)
@@ -44,8 +46,8 @@ class DataLoader(fastload.loader.DataLoader[Any]):
                 text = ", ".join(f"{name}={value!r}" for name, value in added.items())
                 add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {text}")
             raise
-        state.num_replaced += state.is_patched
-        state.seeds_pipelines |= state.is_patched and self.seeding != "torch"
+        status.num_replaced += status.is_patched
+        status.seeds_pipelines |= status.is_patched and self.seeding != "torch"
 
 
 # A derived class that calls torch's constructor by name after unpatch_torch() sets none of these.

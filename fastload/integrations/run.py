@@ -12,7 +12,7 @@ import sys
 
 from fastload.integrations.bootstrap import settings_here
 from fastload.integrations.patch import patch
-from fastload.integrations.state import state
+from fastload.integrations.patch_status import status
 from fastload.system.logs import log, write_stderr
 
 
@@ -35,7 +35,7 @@ def _report(pid: int) -> None:
     from fastload.readers.request import requested_cache
     from fastload.system.ranks import number_in
 
-    number, counts = state.num_replaced, stats.of_process.copied_counts()
+    number, counts = status.num_replaced, stats.of_process.copied_counts()
     where = f"in process {pid}"
     if (rank := number_in("RANK")) is not None and (number_in("WORLD_SIZE") or 1) > 1:
         where += f", rank {rank} (those of the other ranks are not counted)"
@@ -46,7 +46,7 @@ def _report(pid: int) -> None:
     if has_cache:
         lines = report(counts.cache_hits, counts.cache_misses, +counts.miss_reasons)
         texts.append(f"cache {where}: " + "\n".join(lines))
-    if state.seeds_pipelines and "albumentations" in sys.modules:
+    if status.seeds_pipelines and "albumentations" in sys.modules:
         texts.append(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
             "those under torch's loader; --seeding torch leaves them alone"

@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from fastload.augmentation.libraries import check_takes_batches
+from fastload.batch.access import expects
 from fastload.batch.failures import check_max_errors
 from fastload.batch.plan import Plan
-from fastload.batch.source import expects
 from fastload.device.devices import check_device
 from fastload.readers.request import check_cache
 from fastload.rng.sample_rng import check_dataset

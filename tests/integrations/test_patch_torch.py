@@ -15,7 +15,7 @@ import torch.utils.data as tud
 from torch.utils.data import DataLoader as ImportedBefore
 
 import fastload
-from fastload.integrations.state import state
+from fastload.integrations.patch_status import status
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches
 from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does
@@ -83,7 +83,7 @@ def test_every_name_of_torch_s_class_builds_ours(way: str, num_workers: int) -> 
 
 def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> None:
     """Those of the last patch_torch() are added; unpatch_torch() forgets them. The loaders are counted."""
-    before = state.num_replaced
+    before = status.num_replaced
     fastload.patch_torch(seeding="sample")
     fastload.patch_torch(max_worker_restarts=3)
     loader: Any = tud.DataLoader(IMAGES)
@@ -98,7 +98,7 @@ def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> N
     assert type(tud.DataLoader(IMAGES)) is ImportedBefore
     fastload.patch_torch()
     assert tud.DataLoader(IMAGES).seeding == "worker"  # type: ignore[attr-defined]
-    assert state.num_replaced - before == 3
+    assert status.num_replaced - before == 3
 
 
 @pytest.mark.parametrize(

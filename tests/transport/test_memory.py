@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import CachedDataset, DataLoader
-from fastload.epochs.loader_state import state_of
+from fastload.epochs.runtime import runtime_of
 from fastload.errors import SharedMemoryError
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
@@ -435,9 +435,9 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
     assert second <= first
     assert torch.equal(held, before)
-    assert state_of(loader).buffers
+    assert runtime_of(loader).buffers
     loader.close()
-    assert not state_of(loader).buffers
+    assert not runtime_of(loader).buffers
 
 
 KNOWN = [[number] for number in range(100)]

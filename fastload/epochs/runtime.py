@@ -9,9 +9,9 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.source import inside_subsets
+from fastload.batch.access import inside_subsets
 from fastload.cache.ram.registry import put_back
-from fastload.epochs.stats import Counts, Recorder
+from fastload.epochs.stats import Counts, Meter
 from fastload.readers import reasons
 from fastload.readers.reasons import FULL
 from fastload.readers.request import CACHE_VARIABLE, requested_cache
@@ -30,13 +30,13 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 @dataclass(eq=False)
-class LoaderState:
-    """The live state of one loader; each group of fields belongs to the file named above it."""
+class LoaderRuntime:
+    """What is alive of one loader; each group of fields belongs to the file named above it."""
 
-    owner: weakref.ref[Any] | None = None  # the loader; see `state_of`
+    owner: weakref.ref[Any] | None = None  # the loader; see `runtime_of`
     process: object = field(default_factory=lambda: _process)  # that the next two belong to
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that begins an epoch
-    recorder: Recorder = field(default_factory=Recorder)
+    meter: Meter = field(default_factory=Meter)
 
     # loader.py. close() closes these; `keyrefs()` copies them atomically.
     iterators: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
@@ -65,40 +65,40 @@ class LoaderState:
     judged: Counts | None = None  # the figures when `look_at_cache` last judged it; None: it has not
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LoaderState, ()  # without an owner: an unpickled or deeply copied loader begins anew
+        return LoaderRuntime, ()  # without an owner: an unpickled or deeply copied loader begins anew
 
 
-_NAME = "_fastload_state"
+_NAME = "_fastload_runtime"
 
 
-def state_of(loader: Any) -> LoaderState:
-    """The live state of this loader object; a new one if it has none yet."""
+def runtime_of(loader: Any) -> LoaderRuntime:
+    """What is alive of this loader object; a new one if it has none yet."""
     # Frameworks copy the attributes of a loader into another one, and loaders are pickled: neither may carry
-    # workers, streams or a position along, so a state knows its owner. It is an attribute all the same: what
+    # workers, streams or a position along, so it knows its owner. It is an attribute all the same: what
     # users' samplers gave can refer to the loader, and a WeakKeyDictionary would then keep both forever.
     attributes = vars(loader)
-    state: LoaderState | None = attributes.get(_NAME)
-    if state is None:  # setdefault: threads can ask for the first time together
-        state = attributes.setdefault(_NAME, LoaderState(weakref.ref(loader)))
-    if state.owner is None or state.owner() is not loader:
-        state = attributes[_NAME] = LoaderState(weakref.ref(loader))
-    if state.process is not _process:  # in a fork, whose parent can hold the lock
-        state.process, state.lock, state.recorder = _process, threading.RLock(), Recorder()
-    return state
+    runtime: LoaderRuntime | None = attributes.get(_NAME)
+    if runtime is None:  # setdefault: threads can ask for the first time together
+        runtime = attributes.setdefault(_NAME, LoaderRuntime(weakref.ref(loader)))
+    if runtime.owner is None or runtime.owner() is not loader:
+        runtime = attributes[_NAME] = LoaderRuntime(weakref.ref(loader))
+    if runtime.process is not _process:  # in a fork, whose parent can hold the lock
+        runtime.process, runtime.lock, runtime.meter = _process, threading.RLock(), Meter()
+    return runtime
 
 
 def file_cache_of(loader: Any) -> FileCache | None:
     """What the `cache=` of this loader, or FASTLOAD_CACHE, has opened in this process."""
     if (cache := requested_cache(loader.cache)) is None:
         return None
-    state = state_of(loader)
-    with state.lock:
-        if state.file_cache is None:
+    runtime = runtime_of(loader)
+    with runtime.lock:
+        if runtime.file_cache is None:
             from fastload.cache.file_cache import open_file_cache  # here: it brings LMDB
 
-            state.file_cache = open_file_cache(cache)
-            log.info("cache: %s", state.file_cache.explain())
-        return state.file_cache
+            runtime.file_cache = open_file_cache(cache)
+            log.info("cache: %s", runtime.file_cache.explain())
+        return runtime.file_cache
 
 
 def explain_cache(loader: Any) -> str:
@@ -112,7 +112,7 @@ def explain_cache(loader: Any) -> str:
         if isinstance(dataset := inside_subsets(loader.dataset)[0], CachedDataset):
             return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
-    counts = recorder_of(loader).copied_counts()
+    counts = meter_of(loader).copied_counts()
     if is_data_pipe(loader.dataset):
         so_far = ["nothing is remembered, because torch's own loader reads DataPipes"]
     elif not counts.num_batches and not counts.cache_misses:
@@ -122,29 +122,29 @@ def explain_cache(loader: Any) -> str:
     return "\n".join([file_cache.explain(), f"so far: {so_far[0]}", *so_far[1:]])
 
 
-def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
+def look_at_cache(runtime: LoaderRuntime, dataset: Any, has_ended: bool) -> None:
     """Warn once of what has no room in a cache, and of one that does not serve half of what a loader reads.
 
     Judges what was read since it last judged: an epoch that has ended, or as many samples as the dataset has.
     So samplers without an end are judged, and iterators that are made and dropped are no epochs.
 
     Args:
-        state: Of the loader.
+        runtime: Of the loader.
         dataset: Of the loader.
         has_ended: Whether an epoch has ended.
     """
     if has_ended:
         put_back()
-    if (cache := state.file_cache) is None:
+    if (cache := runtime.file_cache) is None:
         return
     size = 0
     with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises
         size = len(dataset)
-    counts, before = state.recorder.copied_counts(), state.judged or Counts()
+    counts, before = runtime.meter.copied_counts(), runtime.judged or Counts()
     since = counts.since(before)
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
         return
-    state.judged = counts
+    runtime.judged = counts
     cache.end_epoch()
     misses = +since.miss_reasons
     # Of all samples, where this is a part of an epoch, or of the ranks.
@@ -160,6 +160,6 @@ def look_at_cache(state: LoaderState, dataset: Any, has_ended: bool) -> None:
         say_once(f"cache: {why}")
 
 
-def recorder_of(loader: Any) -> Recorder:
+def meter_of(loader: Any) -> Meter:
     """The figures of this loader in this process."""
-    return state_of(loader).recorder
+    return runtime_of(loader).meter

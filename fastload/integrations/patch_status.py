@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class State:
-    """The state of this process.
+class PatchStatus:
+    """What `patch_torch` has set in this process, and what it did.
 
     Attributes:
         is_patched: Whether `torch.utils.data.DataLoader` builds fastload's loader.
@@ -28,4 +28,4 @@ class State:
     at_first_loader: Callable[[], None] | None = None
 
 
-state = State()
+status = PatchStatus()

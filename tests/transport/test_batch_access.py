@@ -36,7 +36,7 @@ class Rows(tud.Dataset[Any]):
         self.calls.append("sample")
         return IMAGES[index].copy(), index
 
-    def _batch_source(self) -> Any:
+    def _batch_access(self) -> Any:
         return self
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
@@ -80,7 +80,7 @@ class OwnGetItems(Rows):
 class OwnSource(OwnGetItem):
     """Has its own samples, and its own batches."""
 
-    def _batch_source(self) -> Any:
+    def _batch_access(self) -> Any:
         return self
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
@@ -91,7 +91,7 @@ class OwnSource(OwnGetItem):
 class NoSource(Rows):
     """Says that it has none today."""
 
-    def _batch_source(self) -> Any:
+    def _batch_access(self) -> Any:
         return None
 
 

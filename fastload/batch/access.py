@@ -1,4 +1,4 @@
-"""What a dataset can offer beside ``dataset[index]``: whole batches (`BatchSource`); and what it is told.
+"""What a dataset can offer beside ``dataset[index]``: whole batches (`BatchAccess`); and what it is told.
 
 torch's TensorDataset and a CachedDataset offer whole batches.
 
@@ -33,10 +33,10 @@ THREADS_PAY_BYTES = 128 * 1024
 # --- whole batches ----------------------------------------------------------------------------------------
 
 
-class BatchSource(Protocol):
+class BatchAccess(Protocol):
     """What a map-style dataset can offer to the loader beside ``dataset[index]``.
 
-    The loader asks a dataset whose class has a method ``_batch_source(self)``, which returns one or None. A
+    The loader asks a dataset whose class has a method ``_batch_access(self)``, which returns one or None. A
     subclass that overrides ``__getitem__`` or ``__getitems__`` is read through these. The loader uses it with
     torch's own `default_collate` alone, also for a dataset inside torch's `Subset`.
     """
@@ -79,7 +79,7 @@ class BatchSource(Protocol):
         """
 
 
-class _TensorSource:
+class _TensorAccess:
     """Torch's own TensorDataset: a batch is one gather for each tensor, instead of a view of each row."""
 
     lend = defer = None
@@ -131,15 +131,15 @@ def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequ
     return dataset, indices
 
 
-def batch_source_of(dataset: Any) -> BatchSource | None:
-    """The source of a dataset, also inside torch's Subset; None if it must be read by ``dataset[index]``."""
+def batch_access_of(dataset: Any) -> BatchAccess | None:
+    """What makes whole batches of a dataset, also inside torch's Subset; None: read by ``dataset[index]``."""
     dataset, _ = inside_subsets(dataset)
     if type(dataset) is TensorDataset and has_own_methods(dataset, TensorDataset):
-        return _TensorSource(dataset)
+        return _TensorAccess(dataset)
     for cls in type(dataset).__mro__:
-        if "_batch_source" in vars(cls) and has_own_methods(dataset, cls):
-            source: BatchSource | None = dataset._batch_source()
-            return source
+        if "_batch_access" in vars(cls) and has_own_methods(dataset, cls):
+            access: BatchAccess | None = dataset._batch_access()
+            return access
         if "__getitem__" in vars(cls) or "__getitems__" in vars(cls):
             return None
     return None
