@@ -25,18 +25,18 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (427, 420),
-    "epochs": (1481, 1050),
-    "workers": (1940, 1150),
+    "loader errors version __init__ __main__": (424, 420),
+    "epochs": (1477, 1050),
+    "workers": (1826, 1150),
     "batch": (1135, 800),
-    "cache": (4072, 2600),
+    "cache": (4071, 2600),
     "readers": (1479, 1200),
     "images": (723, 600),
     "augmentation": (957, 800),
     "nested": (637, 620),
     "rng": (857, 750),
     "device transforms": (1239, 1150),
-    "memory system": (1734, 1350),
+    "memory system": (1686, 1350),
     "training": (419, 420),
     "profiling bench": (1070, 900),
     "cli integrations": (1002, 1000),

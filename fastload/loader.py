@@ -31,7 +31,7 @@ from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
-from fastload.system.notes import add_note, suggest_arguments
+from fastload.system.notes import add_note
 from fastload.system.torch_private import is_data_pipe
 from fastload.workers import process
 from fastload.workers.settings import CHECKS, check_values, check_with, pool_type_of, shown_worker_type
@@ -171,7 +171,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     max_worker_restarts: int
     cache: str | None
 
-    @suggest_arguments
     def __init__(
         self,
         dataset: Dataset[T_co],
@@ -342,10 +341,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         workers = getattr(persistent, "host_iterator", persistent)
         if isinstance(workers, Epoch) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
-        elif isinstance(persistent, EpochIterator) and (
-            # A notebook's user who stops a cell runs it again.
-            runtime.has_new_settings or (isinstance(workers, Epoch) and workers.was_interrupted)
-        ):
+        elif isinstance(persistent, EpochIterator) and runtime.has_new_settings:
             persistent.close()
             self._iterator = None
         runtime.has_new_settings = False

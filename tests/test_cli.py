@@ -243,7 +243,7 @@ CLOSED: list[tuple[str, str, int, str]] = [
         "cache build ZOO empty/made --num-workers 0",
         "empty",
         0o500,
-        "denied: change the permissions of .*empty,",
+        "denied: check that the directory .*empty exists and can be written",
     ),
     ("cache build photos made", "photos/cat", 0, "photos/cat: Permission denied"),
 ]

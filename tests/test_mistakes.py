@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -169,20 +167,3 @@ def test_what_works_in_torch_is_no_mistake() -> None:
     with pytest.raises(AttributeError) as caught:
         cached.nothing  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("nothing", cached)
-
-
-@pytest.mark.parametrize(
-    ("make", "wrong", "right"),
-    [
-        (DataLoader, "num_worker", "num_workers"),
-        (DataLoader, "cach", "cache"),
-        (CachedDataset, "transfrom", "transform"),
-    ],
-)
-def test_an_unknown_argument_names_a_similar_one(make: Any, wrong: str, right: str) -> None:
-    """As the command line does; the signature stays what frameworks read."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{wrong}'") as caught:
-        make(DATA, **{wrong: 2})
-    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert re.search(f"[Dd]id you mean '?{right}'?\\?", text)
-    assert right in inspect.signature(make.__init__).parameters

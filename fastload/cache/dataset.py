@@ -36,7 +36,7 @@ from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
 from fastload.system.checks import as_path
 from fastload.system.logs import log
-from fastload.system.notes import add_note, suggest_arguments
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,7 +134,6 @@ class CachedDataset(Dataset[Any]):
         ValueError: `cache`, `cache_key` or `max_memory` is invalid.
     """
 
-    @suggest_arguments
     def __init__(
         self,
         dataset: Any,

@@ -219,8 +219,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
                 _raise(failure)
         if pool.due is None:
             self._end()
-        pool.wait(0, None)  # makes the batch
-        pending = pool.take(0)
+        pending = pool.take(0)  # makes the batch
         reply = pending.reply
         if reply.kind is ReplyKind.ENDED:
             self._finish(0)
@@ -302,11 +301,6 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def is_ours(self) -> bool:
         """Whether this process can go on with it: it has no workers, or started them."""
         return bool(self._pool.is_ours)
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether Ctrl-C has ended a worker, which then serves no further epoch."""
-        return bool(self._pool.was_interrupted)
 
     @property
     def _workers(self) -> list[Any]:  # as torch's iterator with workers: monitoring tools read it

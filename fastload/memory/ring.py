@@ -28,7 +28,7 @@ LENT_SLOTS = 4
 EMPTY_BATCHES = 8
 
 
-class SlotState(enum.Enum):
+class SlotState(enum.StrEnum):
     """The state of a slot: FREE -> FILLING -> READY -> LENT -> FREE.
 
     READY becomes FREE if the batch was copied out or was an error; LENT, when no view of the batch is alive.
@@ -136,8 +136,8 @@ class Ring:
         return True
 
     def release(self, slot: Slot) -> None:
-        """Take back a slot whose batch was copied out, or that holds no batch (READY -> FREE)."""
-        self._expect(slot, SlotState.READY)
+        """Take back a slot whose batch was copied out, or that holds no batch (READY, FILLING -> FREE)."""
+        self._expect(slot, SlotState.READY, SlotState.FILLING)
         slot.state = SlotState.FREE
 
     def reclaim(self, worker: int) -> None:
@@ -178,6 +178,6 @@ class Ring:
         grown_bytes = self.nbytes + (num_reserved + 1) * self._peak.nbytes
         return len(slots) < self._max_slots and grown_bytes <= self.max_bytes
 
-    def _expect(self, slot: Slot, state: SlotState) -> None:
-        if slot.state is not state:
-            raise ValueError(f"expected a slot that is {state.value}, got {slot!r}")
+    def _expect(self, slot: Slot, *states: SlotState) -> None:
+        if slot.state not in states:
+            raise ValueError(f"expected a slot that is {' or '.join(states)}, got {slot!r}")

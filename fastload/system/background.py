@@ -17,8 +17,8 @@ class Wakeup:
     def __init__(self) -> None:
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def wake(self) -> None:
-        """Wake the waiting thread, or let its next wait return immediately."""
+    def wake(self, _: object = None) -> None:
+        """Wake the waiting thread, or let its next wait return immediately; can be a callback of a future."""
         if self._wakes.empty():  # else the thread is already going to look
             self._wakes.put(None)
 

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import sys
-from typing import TYPE_CHECKING, Any, ParamSpec
-
-from fastload.system.humanize import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-P = ParamSpec("P")
+from typing import Any
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -34,27 +24,6 @@ def add_place(error: BaseException, place: str) -> None:
         notes = getattr(error, "__notes__", [])
         notes[:] = [note for note in notes if not note.startswith(_PLACES)]
         error.add_note(f"fastload: {place}")
-
-
-def suggest_arguments(constructor: Callable[P, None]) -> Callable[P, None]:
-    """The constructor, whose error about an unknown argument has a note that names a similar one.
-
-    `inspect.signature` shows the constructor's own. From 3.13 on, Python's error names a similar argument.
-    """
-    if sys.version_info >= (3, 13):
-        return constructor
-
-    @functools.wraps(constructor)
-    def suggesting(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            constructor(*args, **kwargs)
-        except TypeError as error:
-            known = inspect.signature(constructor).parameters
-            for name in kwargs.keys() - known:
-                add_note(error, f"there is no argument {name}{did_you_mean(name, known)}")
-            raise
-
-    return suggesting
 
 
 def short_repr(value: Any) -> str:

@@ -18,17 +18,14 @@ from fastload.system.humanize import readable_size
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# What to change, by the code of the error.
-_CURES = {
-    errno.EACCES: "change the permissions of {directory}, or use a different path",
-    errno.EROFS: "use a path outside {directory}",
-    errno.ENOENT: "create the directory {directory} first",
-    errno.ENOTDIR: "a part of {directory} is a file; use a different path",
-    errno.ENOSPC: "{free}free more space there (check quotas and `ulimit -f`), or use a different path",
-}
-_CURES[errno.EPERM] = _CURES[errno.EACCES]
-for _code in (errno.EDQUOT, errno.EFBIG, errno.EIO):  # EIO: LMDB's code for a short write
-    _CURES[_code] = _CURES[errno.ENOSPC]
+# Errors that the directory of a file explains; EIO is LMDB's code for a short write.
+_OF_DIRECTORIES = tuple(
+    os.strerror(code)
+    for code in (
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR),
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    )
+)
 
 
 def why_unreadable(error: OSError) -> str:
@@ -40,13 +37,6 @@ def why_unreadable(error: OSError) -> str:
     return f"{where}{reason}"
 
 
-def _nearest(path: str) -> str:
-    """The part of an absolute path that exists."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def why_unwritable(error: Exception, path: str) -> str:
     """Why a file could not be written, and what to change.
 
@@ -54,19 +44,16 @@ def why_unwritable(error: Exception, path: str) -> str:
         error: The error of the system, or of a library whose error ends in the system's text.
         path: Absolute path of the file.
     """
-    directory, reason, code = os.path.dirname(path), str(error), None
-    if isinstance(error, OSError):
-        reason, code = error.strerror or reason, error.errno
-    else:
-        code = next((number for number in errno.errorcode if reason.endswith(os.strerror(number))), None)
-    if code not in _CURES:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if not reason.endswith(_OF_DIRECTORIES):
         return reason
-    if code == errno.ENOENT and not os.path.isdir(_nearest(directory)):
-        code = errno.ENOTDIR
-    free = ""
-    with contextlib.suppress(OSError):  # the directory was removed or cannot be read: omit the figure
-        free = f"{readable_size(shutil.disk_usage(directory).free)} are free in {directory}; "
-    return f"{reason}: {_CURES[code].format(directory=directory, free=free)}"
+    directory, free = os.path.dirname(path), ""
+    with contextlib.suppress(OSError):  # the directory is missing or cannot be read: omit the figure
+        free = f" ({readable_size(shutil.disk_usage(directory).free)} are free)"
+    return (
+        f"{reason}: check that the directory {directory} exists and can be written, and its space and quota"
+        f"{free}, or use a different path"
+    )
 
 
 @contextlib.contextmanager

@@ -8,18 +8,14 @@ torch is never imported here: if the script never imported torch.distributed, th
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Any
-
-from fastload.system.limits import read_text
 
 # The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
 RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
+_FIRST_NUMBER = re.compile(r"\d+")  # Slurm writes 4,4,2 tasks as 4(x2),2
 
 
 def number_in(variable: str) -> int | None:
@@ -40,23 +36,12 @@ def are_several_ranks() -> bool:
 
 def count_ranks_of_host() -> int:
     """The number of ranks on this host, at least 1; where only that of all hosts is known, that number."""
-    counts = [ranks_of_host() or 0]
-    if os.environ.get("SLURM_LOCALID"):  # not set in a job's shell, which has counts of tasks, too
-        counts.append(_tasks_of_slurm())
-    if not any(counts):
-        counts = [_ranks_of_all_hosts(), _siblings()]
-    return max(1, *counts)
-
-
-def _tasks_of_slurm() -> int:
-    """The number of tasks that srun started on this host."""
-    counts: list[int] = []
-    for count, times in _SAME_COUNT.findall(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        counts += [int(count)] * int(times or 1)
-    node = number_in("SLURM_NODEID") or 0
-    if node < len(counts):
-        return counts[node]
-    return max(number_in("SLURM_NTASKS_PER_NODE") or 0, (number_in("SLURM_LOCALID") or 0) + 1)
+    count, local_id = ranks_of_host() or 0, number_in("SLURM_LOCALID")
+    if local_id is not None:  # not set in a job's shell, which has counts of tasks, too
+        of_first_host = _FIRST_NUMBER.match(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        tasks = int(of_first_host[0]) if of_first_host else number_in("SLURM_NTASKS_PER_NODE") or 0
+        count = max(count, local_id + 1, tasks)
+    return count or _ranks_of_all_hosts()
 
 
 def _ranks_of_all_hosts() -> int:
@@ -66,16 +51,6 @@ def _ranks_of_all_hosts() -> int:
         (number_in("WORLD_SIZE") or 0) if os.environ.get("LOCAL_RANK") else 1,
         1 if group is None else group.get_world_size(),
     )
-
-
-def _siblings() -> int:
-    """How many processes the parent runs, if it started this one as `torch.multiprocessing.spawn` does."""
-    if multiprocessing.parent_process() is None or multiprocessing.current_process().daemon:
-        return 1  # workers of a loader are daemons
-    threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")  # below the thread that started them
-    children = [child for thread in threads for child in read_text(thread).split()]
-    programs = [read_text(Path(f"/proc/{child}/cmdline")) for child in children]
-    return sum("resource_tracker" not in program for program in programs)
 
 
 def process_group() -> Any | None:

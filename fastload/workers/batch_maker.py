@@ -2,7 +2,8 @@
 
 `worker`, `thread_pool` and `ray_worker` are transports: they call `begin` once, `begin_epoch` for each epoch
 and `make` for each index, in the worker, and take the replies away. Every index gets a reply: after an error
-at the start, this error is the reply to all of them.
+at the start, this error is the reply to all of them. Without workers, `inline_pool` opens the dataset, and
+asks for the replies.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class BatchMaker:
     """Makes the batches of one worker: its dataset, its pipelines, its fetcher.
 
     Args:
-        worker_id: 0 to num_workers - 1.
+        worker_id: 0 to num_workers - 1; None without workers.
         load_plan: Returns the worker's plan; called in the worker. A thread's plan has the thread's copies of
             the dataset and the collate_fn.
         allocator: The memory of batches; the transport begins and ends it around each reply.
         to_payload: Called with each batch; returns the payload of its reply. Its errors are those of the
             batch. None: the batch itself.
-        is_thread: Whether it is a thread, which leaves to its process what all threads share; else it has a
-            process of its own, whose libraries it seeds.
+        role: What it is. A `"thread"` leaves to its process what all threads share; a `"process"` is its own,
+            and its libraries are seeded. `"local"` is the consumer: there StopIteration ends any epoch.
 
     Attributes:
         where: The worker, as torch's errors name it.
@@ -58,23 +59,24 @@ class BatchMaker:
 
     def __init__(
         self,
-        worker_id: int,
+        worker_id: int | None,
         load_plan: Callable[[], Plan],
         allocator: BumpAllocator,
         to_payload: Callable[[Any], Any] | None,
         *,
-        is_thread: bool = False,
+        role: Literal["process", "thread", "local"] = "process",
     ) -> None:
-        self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
+        self.where = "in this process" if worker_id is None else f"in DataLoader worker {role} {worker_id}"
         self._id = worker_id
         self._load_plan = load_plan
         self._allocator = allocator
         self._to_payload = to_payload
-        self._is_thread = is_thread
+        self._role: Literal["process", "thread", "local"] = role
         # What ends a process must not end a thread silently.
-        self._caught = BaseException if is_thread else Exception
+        self._caught = BaseException if role == "thread" else Exception
         self._plan: Plan | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
+        self._can_end = False  # whether StopIteration ends the epoch, and is no error
         self._keeps_states = False  # whether each reply has the state of the dataset
         # The time and the counts at the previous reply, and how long the worker has waited since then.
         self._idle_ns = self._since_ns = self._hits = self._misses = 0
@@ -85,20 +87,23 @@ class BatchMaker:
         # In torch's order (torch/utils/data/_utils/worker.py), so random streams and `get_worker_info()` are
         # the same as torch's.
         try:
-            if not self._is_thread:
+            worker_id, is_thread = self._id or 0, self._role == "thread"
+            if not is_thread:
                 _be_quiet()
             plan = self._load_plan()
-            seed = plan.base_seed + self._id
-            if self._is_thread:
-                info = seeding.WorkerInfo(self._id, plan.num_workers, seed, plan.dataset, "thread")
-                seeding.work_as(info)
+            seed = plan.base_seed + worker_id
+            if is_thread:
+                seeding.work_as(seeding.WorkerInfo(worker_id, plan.num_workers, seed, plan.dataset, "thread"))
             else:
-                self._take_process(plan, seed)
-            role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
-            streams = seeding.WorkerStreams(seed, role) if plan.seeds_pipelines else None
-            set_worker_source(streams, is_thread=self._is_thread)
+                keep_freed_memory(plan.num_workers, plan.kept_bytes)
+                seeding.seed_libraries(plan.base_seed, worker_id)
+                # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
+                set_worker_info(worker_id, plan.num_workers, seed, plan.dataset)
+                install_slot_rules()
+            streams = seeding.WorkerStreams(seed, self._role) if plan.seeds_pipelines else None
+            set_worker_source(streams, is_thread=is_thread)
             if plan.worker_init_fn is not None:
-                plan.worker_init_fn(self._id)
+                plan.worker_init_fn(worker_id)
             self._plan = plan
         except self._caught:  # the reply to every index
             self._error = RemoteError.current(self.where, AT_START)
@@ -123,13 +128,6 @@ class BatchMaker:
         reasons = cache_counts.take_reasons()
         return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, reasons)
 
-    def _take_process(self, plan: Plan, seed: int) -> None:
-        keep_freed_memory(plan.num_workers, plan.kept_bytes)
-        seeding.seed_libraries(plan.base_seed, self._id)
-        # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
-        set_worker_info(self._id, plan.num_workers, seed, plan.dataset)
-        install_slot_rules()
-
     def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
         """Begin an epoch: iterable datasets start over, or resume from the state.
 
@@ -144,79 +142,71 @@ class BatchMaker:
         try:
             if epoch is not None and callable(getattr(plan.dataset, "set_epoch", None)):
                 plan.dataset.set_epoch(epoch)
-            self._keeps_states = dataset_state is not None
-            self._fetcher = make_fetcher(
-                plan, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
-            )
+            self.open(plan, dataset_state)
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
 
+    def open(self, plan: Plan, dataset_state: DatasetState | None) -> None:
+        """Begin to read the dataset, from its beginning or from a state; errors of it are raised."""
+        seeder = None
+        if plan.seeds_samples:
+            seeder = SampleSeeder(plan.dataset, plan.collate_fn, role=self._role)
+        self._fetcher = Fetcher(
+            plan,
+            self._allocator,
+            in_worker=self._role == "process",
+            seeder=seeder,
+            dataset_state=dataset_state,
+            worker_id=self._id,
+            reading=ends.met if plan.file_cache is None else plan.file_cache.reading,
+        )
+        self._keeps_states = dataset_state is not None
+        self._can_end = plan.is_iterable or self._role == "local"
+
     def make(self, index: Any, key: BatchKey | None) -> BatchReply:
-        """Make the batch of ``index``.
+        """Make the batch of ``index``; the reply has what was counted since the last one.
 
         Args:
             index: The index, or list of indices, from the sampler.
             key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         """
-        plan, fetcher = self._plan, self._fetcher
-        if plan is None or fetcher is None:
-            return BatchReply(ReplyKind.ERROR, self._error, counters=self._take_counters())
-        try:
-            batch = fetcher.fetch(index, key)
-            payload = batch if self._to_payload is None else self._to_payload(batch)
-            reply = BatchReply(ReplyKind.BATCH, payload)
-            if fetcher.replacer is not None:
-                reply.failed = tuple(fetcher.replacer.failed)
-        except self._caught as error:  # every error of user code is sent to the consumer
-            if isinstance(error, StopIteration) and plan.is_iterable:
-                reply = BatchReply(ReplyKind.ENDED)
-            else:
-                reply = BatchReply(ReplyKind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
-        if self._keeps_states:
-            reply.dataset_state = dataset_state_of(fetcher, self.where)
-        reply.num_samples = fetcher.num_samples
+        reply = self.reply_to(index, key)
         reply.counters = self._take_counters()
         return reply
 
-    def _sent(self, error: BaseException, place: str) -> RemoteError:
-        if self._is_thread:
-            return RemoteError(error, place)
-        return RemoteError.current(self.where, place)
+    def reply_to(self, index: Any, key: BatchKey | None) -> BatchReply:
+        """As `make`, without the counters."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            return BatchReply(ReplyKind.ERROR, self._error)
+        reply = BatchReply(ReplyKind.BATCH)
+        try:
+            batch = fetcher.fetch(index, key)
+            if self._to_payload is not None:
+                batch = self._to_payload(batch)
+            reply.payload = batch
+            if fetcher.replacer is not None:
+                reply.failed = tuple(fetcher.replacer.failed)
+        except self._caught as error:  # every error of user code is sent to the consumer
+            if isinstance(error, StopIteration) and self._can_end:
+                reply.kind = ReplyKind.ENDED
+            else:
+                reply.kind, place = ReplyKind.ERROR, fetcher.place_of_error(index, error)
+                is_sent = self._role == "process"
+                reply.payload = (
+                    RemoteError.current(self.where, place) if is_sent else RemoteError(error, place)
+                )
+        if self._keeps_states:
+            reply.dataset_state = self._state_of(fetcher)
+        reply.num_samples = fetcher.num_samples
+        return reply
 
-
-def make_fetcher(
-    plan: Plan,
-    allocator: BumpAllocator,
-    dataset_state: DatasetState | None,
-    *,
-    worker_id: int | None = None,
-    is_thread: bool = False,
-) -> Fetcher:
-    """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
-    seeder = None
-    if plan.seeds_samples:
-        seeder = SampleSeeder(
-            plan.dataset,
-            plan.collate_fn,
-            role="local" if worker_id is None else "thread" if is_thread else "process",
-        )
-    return Fetcher(
-        plan,
-        allocator,
-        in_worker=worker_id is not None and not is_thread,
-        seeder=seeder,
-        dataset_state=dataset_state,
-        worker_id=worker_id,
-        reading=ends.met if plan.file_cache is None else plan.file_cache.reading,
-    )
-
-
-def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState | None:
-    """How far an iterable dataset was read; its error fails no batch, but the loader's `state_dict()`."""
-    try:
-        return None if fetcher.stream is None else fetcher.stream.state()
-    except Exception:  # noqa: BLE001  # as above
-        return DatasetState(error=RemoteError.current(where))
+    def _state_of(self, fetcher: Fetcher) -> DatasetState | None:
+        """How far an iterable dataset was read; its error fails no batch, but the loader's `state_dict()`."""
+        try:
+            return None if fetcher.stream is None else fetcher.stream.state()
+        except Exception:  # noqa: BLE001  # as above
+            return DatasetState(error=RemoteError.current(self.where))
 
 
 def _be_quiet() -> None:

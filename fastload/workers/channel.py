@@ -4,8 +4,8 @@ It is a pair of connected SOCK_SEQPACKET sockets: each message arrives complete 
 descriptors (unix(7), SCM_RIGHTS). Rules:
 
 1. A message above MESSAGE_BYTES is sent in its own segment; the pipe carries the segment's descriptor.
-2. The parent never blocks in send: messages that the socket does not accept wait in the outbox. So the parent
-   can always receive from a worker that blocks in send, and the two ends can never deadlock.
+2. The parent never blocks in send: a message that the socket does not accept is sent later. So the parent can
+   always receive from a worker that blocks in send, and the two ends can never deadlock.
 3. close() shuts the connection down, so the other end notices even if a forked process has a copy.
 4. Sending and receiving order memory accesses (see `memory.memory_model`): who receives a message sees all
    that was written before it was sent, in slots and in segments.
@@ -23,7 +23,6 @@ import os
 import pickle
 import select
 import socket
-from collections import deque
 from typing import Any
 
 from fastload.errors import BatchLostError
@@ -41,27 +40,24 @@ class Channel:
 
     Args:
         end: The connected socket; owned from here on.
-        blocking: Whether send() waits (workers) or keeps an outbox (the parent).
+        blocking: Whether send() waits for room (workers) or returns False (the parent).
     """
 
     def __init__(self, end: socket.socket, *, blocking: bool) -> None:
         end.setblocking(blocking)
         self._socket = end
-        # Messages, their descriptors, and the segment of a long one.
-        self._outbox: deque[tuple[bytes, list[int], Segment | None]] = deque()
         self._received = array.array("i")  # the descriptors that came with the last message
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
         return self._socket.fileno()
 
-    def send(self, message: Any, fd: int | None = None) -> None:
-        """Send a picklable message, not an int, and a descriptor, which the caller keeps owning.
+    def send(self, message: Any, fd: int | None = None) -> bool:
+        """Send a message, and a descriptor, which the caller keeps owning; return False if there is no room.
 
         Args:
-            message: Any picklable object.
-            fd: A descriptor of which the receiver gets a duplicate; it stays open while the message is in the
-                outbox.
+            message: Any picklable object but an int.
+            fd: A descriptor of which the receiver gets a duplicate.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
@@ -70,30 +66,19 @@ class Channel:
         fds = [] if fd is None else [fd]
         data = pickle.dumps((len(fds), message), pickle.HIGHEST_PROTOCOL)
         segment = None
-        if len(data) > MESSAGE_BYTES:
-            segment = Segment.create(len(data), name="fastload-message")
-            try:
+        try:
+            if len(data) > MESSAGE_BYTES:
+                segment = Segment.create(len(data), name="fastload-message")
                 segment.write(data)
-            except BaseException:
-                segment.close()
-                raise
-            data = pickle.dumps((len(fds) + 1, len(data)), pickle.HIGHEST_PROTOCOL)
-            fds.append(segment.fd)
-        self._outbox.append((data, fds, segment))
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send the messages in the outbox; return False if some of them must wait longer."""
-        while self._outbox:
-            data, fds, segment = self._outbox[0]
+                data = pickle.dumps((len(fds) + 1, len(data)), pickle.HIGHEST_PROTOCOL)
+                fds.append(segment.fd)
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-            try:
-                self._socket.sendmsg([data], ancillary)
-            except BlockingIOError:
-                return False
+            self._socket.sendmsg([data], ancillary)
+        except BlockingIOError:
+            return False
+        finally:
             if segment is not None:
                 segment.close()
-            self._outbox.popleft()
         return True
 
     def receive(self) -> tuple[Any, int | None] | None:
@@ -136,11 +121,6 @@ class Channel:
         while self._received:
             os.close(self._received.pop())
 
-    @property
-    def is_flushed(self) -> bool:
-        """Whether the outbox is empty."""
-        return not self._outbox
-
     def has_message(self, wait_s: float = 0.0) -> bool:
         """Whether `receive` would not wait, now or after a while."""
         poller = select.poll()
@@ -166,10 +146,6 @@ class Channel:
 
     def abandon(self) -> None:
         """After a fork: close this process's copy; the connection stays open for its owner."""
-        for _, _, segment in self._outbox:
-            if segment is not None:
-                segment.close()
-        self._outbox.clear()
         self._close_received()
         self._socket.close()
 

@@ -11,17 +11,14 @@ from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import THREAD, Streams, seeded_by
 from fastload.rng.seeding import local_streams
 from fastload.system.cache_counts import cache_counts
-from fastload.system.notes import add_place
-from fastload.system.remote_error import RemoteError
-from fastload.workers.batch_maker import dataset_state_of, make_fetcher
-from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
+from fastload.workers.batch_maker import BatchMaker
+from fastload.workers.messages import WorkerCounters
 from fastload.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.batch.fetch import Fetcher
     from fastload.batch.plan import Plan
     from fastload.workers.messages import PendingBatch
 
@@ -31,7 +28,7 @@ Buffers = tuple[BufferPool, "weakref.ref[InlinePool]"]  # and the pool that has 
 class InlinePool(WorkerPool):
     """The one worker of an iterator without workers; see `WorkerPool`.
 
-    A request is read when `wait` is called, and read again if Ctrl-C interrupts that. One thread reads at a
+    A request is read when `take` is called, and read again if Ctrl-C interrupts that. One thread reads at a
     time, because rows and buffers belong to the pool.
     """
 
@@ -42,10 +39,8 @@ class InlinePool(WorkerPool):
     ) -> None:
         super().__init__(plan, count, pin)
         self._lock = threading.RLock()  # held by the thread that reads
-        self._is_reading = self._is_used_up = self._keeps_state = False
+        self._is_reading = self._is_used_up = False
         self.due: PendingBatch | None = None  # the request that is read next
-        self._reply = BatchReply(ReplyKind.BATCH)  # the same object each time
-        self._fetcher: Fetcher | None = None
         self._streams = None
         if plan.seeds_pipelines and not plan.seeds_samples:
             self._streams = local_streams(plan.base_seed)
@@ -62,6 +57,7 @@ class InlinePool(WorkerPool):
         if buffers is None or (other is not None and not other._is_used_up):
             buffers = BufferPool(self._plan.max_bytes)
         self._buffers = buffers
+        self._maker = BatchMaker(None, self._plan.load, buffers, self._pin, role="local")
         return buffers, weakref.ref(self)
 
     def start(self) -> None:
@@ -71,8 +67,7 @@ class InlinePool(WorkerPool):
         """Begin the epoch; an error of the dataset is raised here."""
         states = dataset_states
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
-            self._fetcher = make_fetcher(self._plan, self._buffers, None if states is None else states[0])
-        self._keeps_state = states is not None
+            self._maker.open(self._plan, None if states is None else states[0])
 
     def submit(self, pending: PendingBatch) -> None:
         """Note the request."""
@@ -83,64 +78,41 @@ class InlinePool(WorkerPool):
         self._is_used_up = True
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
-        """The batch that `wait` has made."""
-        pending, self.due = self.due, None
-        if self._is_closed:
-            raise LoaderClosedError
-        return pending
-
-    def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Make the batch that was asked for."""
         with self._lock:
-            pending, fetcher = self.due, self._fetcher
+            pending = self.due
             if self._is_reading:
                 raise RuntimeError(
                     "the dataset requested a batch from the iterator that is reading it: make a second "
                     "iterator with iter(loader)"
                 )
-            if self._is_closed or pending is None or fetcher is None:
-                return
-            reply = self._reply
-            reply.failed = ()
+            if self._is_closed or pending is None:
+                raise LoaderClosedError
+            hits, misses = cache_counts.hits, cache_counts.misses
+            if cache_counts.reasons:
+                cache_counts.take_reasons()  # of what this thread has read outside of loaders
+            outside = THREAD.streams
             try:
-                batch = self._fetch(fetcher, pending)
-                if self._pin is not None:
-                    batch = self._pin(batch)
-                reply.kind, reply.payload = ReplyKind.BATCH, batch
-                if fetcher.replacer is not None:
-                    reply.failed = tuple(fetcher.replacer.failed)
-                reply.num_samples = fetcher.num_samples
-            except StopIteration:
-                reply.kind = ReplyKind.ENDED
-            except BaseException as error:
-                place = fetcher.place_of_error(pending.index, error)
-                if not isinstance(error, Exception):
-                    add_place(error, f"batch {pending.number}, {place}")
-                    raise
-                reply.kind, reply.payload = ReplyKind.ERROR, RemoteError(error, place)
-            if self._keeps_state:
-                reply.dataset_state = dataset_state_of(fetcher, "in the dataset's state_dict()")
-            pending.reply = reply
+                self._is_reading = True
+                self._buffers.begin()
+                if self._streams is not None:
+                    THREAD.streams = Streams(self._streams)
+                pending.reply = self._maker.reply_to(pending.index, pending.key)
+            finally:
+                # These come first, and call nothing: a signal can interrupt any call.
+                THREAD.streams = outside
+                self._is_reading = False
+                self._buffers.end()
+                if cache_counts.hits != hits or cache_counts.misses != misses:
+                    hits, misses = cache_counts.hits - hits, cache_counts.misses - misses
+                    self._count(WorkerCounters(0, hits, misses, cache_counts.take_reasons()))
+            self.due = None
+        if self._is_closed:
+            raise LoaderClosedError
+        return pending
 
-    def _fetch(self, fetcher: Fetcher, pending: PendingBatch) -> Any:
-        hits, misses = cache_counts.hits, cache_counts.misses
-        if cache_counts.reasons:
-            cache_counts.take_reasons()  # of what this thread has read outside of loaders
-        outside = THREAD.streams
-        try:
-            self._is_reading = True
-            self._buffers.begin()
-            if self._streams is not None:
-                THREAD.streams = Streams(self._streams)
-            return fetcher.fetch(pending.index, pending.key)
-        finally:
-            # These come first, and call nothing: a signal can interrupt any call.
-            THREAD.streams = outside
-            self._is_reading = False
-            self._buffers.end()
-            if cache_counts.hits != hits or cache_counts.misses != misses:
-                hits, misses = cache_counts.hits - hits, cache_counts.misses - misses
-                self._count(WorkerCounters(0, hits, misses, cache_counts.take_reasons()))
+    def wait(self, worker_id: int | None, deadline: float | None) -> None:
+        """Do nothing: `take` has made the batch."""
 
     def close(self) -> None:
         """Release the buffers, unless another thread reads; batches that the caller holds stay valid."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fastload.memory.ring import Slot
     from fastload.rng.keys import BatchKey
 
-INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGINT
-
 
 @dataclass(slots=True, eq=False)
 class PendingBatch:
@@ -30,9 +28,8 @@ class PendingBatch:
         key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         reply: None until the worker has replied.
         is_stale: Whether it belongs to an abandoned epoch; its reply is dropped.
-        serial: The number of the message to a worker process; ascends over all epochs.
         slot: The slot for the bytes of the batch.
-        reference: The reference of the reply in Ray's object store.
+        call: Of the method of a Ray actor, as a `concurrent.futures.Future`.
     """
 
     number: int
@@ -41,9 +38,8 @@ class PendingBatch:
     key: BatchKey | None = None
     reply: BatchReply | None = None
     is_stale: bool = False
-    serial: int = 0
     slot: Slot | None = None
-    reference: Any = None
+    call: Any = None
 
 
 class BeginEpoch(NamedTuple):
@@ -56,7 +52,6 @@ class BeginEpoch(NamedTuple):
 class FetchRequest(NamedTuple):
     """The request to a worker process for the batch of ``index``. Sent as a tuple, which pickles faster."""
 
-    serial: int  # the number of the request, which the reply has, too
     slot: int  # the number of the slot for the batch
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on

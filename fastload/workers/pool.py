@@ -73,9 +73,10 @@ class WorkerHandle:
         """The request that the worker replies to next."""
         return self.sent[0] if self.sent else None
 
-    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
-        """Note what the worker begins an epoch with."""
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> BeginEpoch:
+        """Note what the worker begins an epoch with, and return it."""
         self.begin = BeginEpoch(epoch, None if dataset_states is None else dataset_states[self.id])
+        return self.begin
 
 
 def asked(workers: Sequence[Any], worker_id: int | None) -> list[Any]:
@@ -104,7 +105,7 @@ class WorkerPool(abc.ABC):
     uses_multiprocessing: ClassVar[bool] = False  # a multiprocessing context starts the workers
     uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset
     pins: ClassVar[bool] = False  # batches are pinned where they are made
-    is_inline: ClassVar[bool] = False  # there are no workers: `wait` makes the batch
+    is_inline: ClassVar[bool] = False  # there are no workers: `take` makes the batch
     runs_elsewhere: ClassVar[bool] = False  # workers need no CPUs of this machine
 
     def __init__(
@@ -123,11 +124,6 @@ class WorkerPool(abc.ABC):
     def is_ours(self) -> bool:
         """Whether this process started the workers; False in a process forked from it."""
         return os.getpid() == self._pid
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether Ctrl-C has ended a worker."""
-        return False
 
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool was closed, WorkerDiedError if a worker died."""

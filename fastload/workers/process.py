@@ -15,10 +15,9 @@ import errno
 import functools
 import multiprocessing
 import os
-import select
 import sys
 import time
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -96,7 +95,7 @@ class WorkerProcess:
     @property
     def has_ended(self) -> bool:
         """Whether the process has ended; also True before `start` and after `clean_up`."""
-        return self._pidfd < 0 or bool(_ended([self], 0.0))
+        return wait_for_all([self], 0.0)
 
     @property
     def exitcode(self) -> int | None:
@@ -151,22 +150,13 @@ def _pidfd_of(pid: int) -> int:
 def wait_for_all(processes: Iterable[WorkerProcess], limit_s: float) -> bool:
     """Wait at most ``limit_s`` until all processes have ended; return whether they have."""
     deadline = time.monotonic() + limit_s
-    left = [process for process in processes if process.fileno() >= 0]
+    left: list[Any] = [process for process in processes if process.fileno() >= 0]
     while left:
-        ended = _ended(left, max(deadline - time.monotonic(), 0.0))
+        ended = connection.wait(left, max(deadline - time.monotonic(), 0.0))
         left = [process for process in left if process not in ended]
         if not ended:
             return False
     return True
-
-
-def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess]:
-    """The processes that have ended; waits at most ``limit_s`` for the first one."""
-    poller = select.poll()
-    by_fd = {process.fileno(): process for process in processes}
-    for fd in by_fd:
-        poller.register(fd, select.POLLIN)
-    return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
 
 
 # --- whether processes can be started --------------------------------------------------------------------

@@ -7,8 +7,6 @@ owner closes the pool.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import select
 import signal
 import sys
@@ -30,8 +28,8 @@ from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import memory_to_keep
 from fastload.workers.channel import make_channel
 from fastload.workers.messages import (
-    INTERRUPTED,
     BatchReply,
+    BeginEpoch,
     FetchRequest,
     ReplyKind,
     WorkerCounters,
@@ -70,13 +68,9 @@ class _ProcessHandle(WorkerHandle):
         super().__init__(worker_id)
         self.process = process
         self.channel = channel
-        self.waiting: deque[PendingBatch] = deque()  # requests without a slot
+        # What waits for a slot, or for room in the pipe: requests, before them perhaps a new epoch.
+        self.waiting: deque[PendingBatch | BeginEpoch] = deque()
         self.gets_no_more = False  # requests; the worker ends on its own
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether a request waits for a slot, or for room in the pipe."""
-        return bool(self.waiting) or not self.channel.is_flushed
 
     @property
     def has_reply(self) -> bool:
@@ -85,8 +79,9 @@ class _ProcessHandle(WorkerHandle):
 
     @property
     def oldest(self) -> PendingBatch | None:
-        """The request that the worker replies to next; it may wait for a slot."""
-        return super().oldest or (self.waiting[0] if self.waiting else None)
+        """The request that the worker replies to next; it may wait to be sent."""
+        waiting = (one for one in self.waiting if not isinstance(one, BeginEpoch))
+        return super().oldest or next(waiting, None)
 
     @property
     def is_done(self) -> bool:
@@ -116,7 +111,6 @@ class ProcessPool(WorkerPool):
         self._context = plan.context or multiprocessing.get_context()
         self._sent_plan: Plan | PickledPlan = plan  # in the form that workers get
         self._closing = threading.RLock()
-        self._serials = itertools.count(1)  # of messages to workers
 
     def start(self) -> None:
         """Start the workers.
@@ -166,15 +160,15 @@ class ProcessPool(WorkerPool):
                 for pending in worker.sent:  # the worker still replies to them first
                     pending.is_stale = True
                 worker.waiting.clear()
-                worker.begin_epoch(epoch, dataset_states)
-                self._send(worker, worker.begin)
+                worker.waiting.append(worker.begin_epoch(epoch, dataset_states))
+                self._feed(worker)
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
         with self._lock:
             self.expect_open()
             for worker in self._workers:
-                if worker.has_unsent:
+                if worker.waiting:
                     self._feed(worker)
             for worker in asked(self._workers, worker_id):
                 pending = self._take(worker)
@@ -186,7 +180,7 @@ class ProcessPool(WorkerPool):
         while True:
             while worker.has_reply and worker.sent[0].is_stale:
                 self._free_slot(worker.sent.popleft())
-            if worker.has_unsent:
+            if worker.waiting:
                 self._feed(worker)
             if worker.has_reply:
                 pending = worker.sent.popleft()
@@ -197,19 +191,10 @@ class ProcessPool(WorkerPool):
                 return None
             self._accept(worker, *received)
 
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether Ctrl-C has ended a worker."""
-        processes = [worker.process for worker in self._workers]
-        return any(process.has_ended and process.exitcode == INTERRUPTED for process in processes)
-
     def _accept(self, worker: _ProcessHandle, message: tuple[Any, ...], fd: int | None) -> None:
-        """Record a reply that has arrived."""
-        serial, *plain = message
-        # By serial number, not by order: a reply that could not be received must not shift the later ones.
-        for pending in worker.sent:
-            if pending.serial == serial and pending.reply is None:
-                self._fill(worker, pending, BatchReply.from_plain(plain), fd)
+        """Record a reply that has arrived: they come in the order of the requests."""
+        pending = next(pending for pending in worker.sent if pending.reply is None)
+        self._fill(worker, pending, BatchReply.from_plain(message), fd)
 
     def _fill(self, worker: _ProcessHandle, pending: PendingBatch, reply: BatchReply, fd: int | None) -> None:
         memory = None
@@ -283,36 +268,44 @@ class ProcessPool(WorkerPool):
     # --- requests and deaths ------------------------------------------------------------------------------
 
     def _feed(self, worker: _ProcessHandle) -> None:
-        """Send the requests that waited for a slot or for room in the pipe."""
+        """Send what waits, as far as there are slots, and room in the pipe: this never blocks the caller."""
         while worker.waiting:
-            slot = self.ring.acquire(worker.id)
-            if slot is None:
-                break  # the request waits here for a slot, and never blocks the caller
-            pending = worker.waiting.popleft()
-            pending.slot, pending.serial = slot, next(self._serials)
-            worker.sent.append(pending)
-            num_slots = self.ring.num_slots(worker.id)
-            has_memory = slot.memory is not None
-            message = FetchRequest(
-                pending.serial, slot.number, has_memory, num_slots, pending.index, pending.key
-            )
-            try:
-                self._send(worker, tuple(message))
-            except Exception as error:
-                note_unsent(error, pending)
-                raise
-        if not worker.channel.is_flushed:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() notices and reports it
-                worker.channel.flush()
-        if worker.gets_no_more and not worker.waiting and worker.channel.is_flushed:
+            waiting = worker.waiting[0]
+            if isinstance(waiting, BeginEpoch):
+                if not self._send(worker, waiting):
+                    return
+            elif not self._request(worker, waiting):
+                return
+            worker.waiting.popleft()
+        if worker.gets_no_more:
             worker.channel.finish()
 
-    def _send(self, worker: _ProcessHandle, message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
-            worker.channel.send(message)
+    def _request(self, worker: _ProcessHandle, pending: PendingBatch) -> bool:
+        slot = self.ring.acquire(worker.id)
+        if slot is None:
+            return False
+        num_slots, has_memory = self.ring.num_slots(worker.id), slot.memory is not None
+        message = FetchRequest(slot.number, has_memory, num_slots, pending.index, pending.key)
+        try:
+            is_sent = self._send(worker, tuple(message))
+        except Exception as error:
+            note_unsent(error, pending)
+            raise
+        if is_sent:
+            pending.slot = slot
+            worker.sent.append(pending)
+        else:
+            self.ring.release(slot)
+        return is_sent
+
+    def _send(self, worker: _ProcessHandle, message: Any) -> bool:
+        try:
+            return worker.channel.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            return True  # `wait` notices the death and reports it
 
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
-        """Wait for a reply of the worker, or of any, for room in a pipe, a death, or close()."""
+        """Wait for a reply of the worker, or of any, a death, or close()."""
         # The processes are watched too, so the caller learns of a death within moments, without a timeout.
         poller = select.poll()
         by_fd = {}
@@ -320,12 +313,9 @@ class ProcessPool(WorkerPool):
             if self._is_closed:
                 return
             awaited = asked(self._workers, worker_id)
+            for other in awaited:
+                poller.register(other.channel, select.POLLIN)
             for other in self._workers:
-                events = select.POLLIN if other in awaited else 0
-                if not other.channel.is_flushed:
-                    events |= select.POLLOUT
-                if events:
-                    poller.register(other.channel, events)
                 if not other.is_done:
                     poller.register(other.process, select.POLLIN)
                     by_fd[other.process.fileno()] = other
@@ -366,11 +356,6 @@ class ProcessPool(WorkerPool):
         elif code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
-        elif code == INTERRUPTED:
-            how = (
-                f"exited with code {code} (terminals and notebooks send Ctrl-C to the workers too; "
-                "the next loop over the loader starts new ones)"
-            )
         else:
             how = (
                 f"exited with code {code} (user code called sys.exit() or os._exit(), or the process could "
@@ -389,10 +374,11 @@ class ProcessPool(WorkerPool):
         worker.channel.close()
         worker.process.clean_up()
         new = self._start(worker.id)
-        new.begin = worker.begin
-        self._send(new, new.begin)
-        new.gets_no_more = worker.gets_no_more
+        new.begin, new.gets_no_more = worker.begin, worker.gets_no_more
+        new.waiting.append(worker.begin)
         for pending in [*worker.sent, *worker.waiting]:
+            if isinstance(pending, BeginEpoch):
+                continue
             if pending.reply is not None:
                 new.sent.append(pending)
             elif not pending.is_stale:

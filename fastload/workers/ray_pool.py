@@ -15,9 +15,9 @@ bytes in Ray's object store. Rules:
 
 from __future__ import annotations
 
-import os
-import socket
+import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ from fastload.batch.packing import unpack
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, WorkerStartError
 from fastload.memory.lease import BufferPool
 from fastload.memory.segment import pickled_for_other_machines
+from fastload.system.background import Wakeup
 from fastload.system.notes import short_repr
 from fastload.system.remote_error import RemoteError
 from fastload.version import __version__
-from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
+from fastload.workers.messages import BatchReply, ReplyKind
 from fastload.workers.pool import GRACE_S, WorkerHandle, WorkerPool, asked, limit_s, note_unsent
 from fastload.workers.ray_worker import RayWorker
 
@@ -37,59 +38,40 @@ if TYPE_CHECKING:
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.plan import Plan
-    from fastload.workers.messages import PendingBatch
+    from fastload.workers.messages import PendingBatch, WorkerCounters
 
-_REACH_S = 5.0  # for a cluster to accept a connection
 _CAUSE_CHARACTERS = 700  # of Ray's own text about the end of an actor
-
-_START = (
-    "start one with 'ray start --head' and set RAY_ADDRESS=auto, or pass "
-    'worker_type=fastload.RayWorkers(address="HOST:PORT"), or "local" for a cluster of this machine alone'
-)
-_CHOSEN_OPTIONS = (
-    *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
-    *("max_concurrency", "concurrency_groups", "max_pending_calls"),
-)
 
 
 @dataclass(frozen=True, init=False)
 class RayWorkers:
     """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
 
-    ``worker_type="ray"`` is `RayWorkers()`.
+    ``worker_type="ray"`` is `RayWorkers()`. The cluster is the one that `ray.init()` has connected to; else
+    that of ``RAY_ADDRESS``, or the one that runs on this machine.
 
     Args:
-        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
-            None is that of ``RAY_ADDRESS``.
         **actor_options: Options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
             ``resources={"decoders": 1}``.
-
-    Raises:
-        ValueError: fastload chooses this option itself.
     """
 
     options: Mapping[str, Any]
 
-    def __init__(self, *, address: str | None = None, **actor_options: Any) -> None:
-        chosen = sorted(actor_options.keys() & _CHOSEN_OPTIONS)
-        if chosen:
-            raise ValueError(
-                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
-                "restarted and called; max_worker_restarts allows restarts"
-            )
-        object.__setattr__(self, "options", {"address": address, **actor_options})
+    def __init__(self, **actor_options: Any) -> None:
+        object.__setattr__(self, "options", actor_options)
 
     def __repr__(self) -> str:
-        given = [f"{name}={value!r}" for name, value in self.options.items() if value is not None]
-        return f"fastload.RayWorkers({', '.join(given)})"
+        return (
+            f"fastload.RayWorkers({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+        )
 
 
-def connect(address: str | None) -> Any:
+def connect() -> Any:
     """The module of Ray, connected to a cluster.
 
     Raises:
         ImportError: Ray is not installed.
-        WorkerStartError: There is no cluster, or none was named.
+        WorkerStartError: There is no cluster.
     """
     try:
         import ray
@@ -98,23 +80,14 @@ def connect(address: str | None) -> Any:
         raise ImportError(
             'worker_type="ray" needs Ray, which is not installed: pip install "fastload-torch[ray]"'
         ) from error
-    if ray.is_initialized():
-        return ray
-    address = address or os.environ.get("RAY_ADDRESS")
-    if not address:
-        raise WorkerStartError(f'worker_type="ray" needs a Ray cluster, but none was named: {_START}')
-    if address.startswith("ray://"):
-        raise WorkerStartError(
-            f"{address!r} is the address of a Ray Client, which has no object store: run this program on a "
-            "machine of the cluster, for example with 'ray job submit'"
-        )
-    host, _, port = address.rpartition(":")
-    try:
-        if host and port.isdecimal():  # Ray itself would try for minutes
-            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
-        ray.init(address=address, logging_level="warning")
-    except OSError as error:
-        raise WorkerStartError(f"there is no Ray cluster at {address!r}: {_START}") from error
+    if not ray.is_initialized():
+        try:
+            ray.init("auto", logging_level="warning")
+        except ConnectionError as error:
+            raise WorkerStartError(
+                "worker_type=\"ray\" found no Ray cluster: start one with 'ray start --head', or call "
+                'ray.init() before with the address of one, or with "local" for one of this machine alone'
+            ) from error
     return ray
 
 
@@ -138,7 +111,7 @@ class RayPool(WorkerPool):
 
     Raises:
         ImportError: Ray is not installed.
-        WorkerStartError: There is no cluster, or none was named.
+        WorkerStartError: There is no cluster.
         ValueError: Ray has no such option.
     """
 
@@ -151,16 +124,14 @@ class RayPool(WorkerPool):
         self._lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._workers: list[_ActorHandle] = []
         self._buffers = BufferPool(plan.max_bytes)
-        self._local: set[Any] = set()  # references of replies that are on this machine
+        self._wakes = Wakeup()  # the consumer, when a call has ended
         self._plan_reference: Any = None  # of the plan in the object store
         options = dict(plan.worker_type.options) if isinstance(plan.worker_type, RayWorkers) else {}
-        self._ray = connect(options.pop("address", None))
+        self._ray = connect()
         if not self._ray.get_runtime_context().should_capture_child_tasks_in_placement_group:
             options.setdefault("scheduling_strategy", "SPREAD")
-        try:
-            self._class = self._ray.remote(RayWorker).options(**{"num_cpus": 1, **options})
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
+        options = {"num_cpus": 1, **options, "max_restarts": 0, "max_concurrency": 1}  # as the rules say
+        self._class = self._ray.remote(RayWorker).options(**options)
 
     def start(self) -> None:
         """Put the plan into the object store, and start the actors; does not wait for them.
@@ -180,11 +151,9 @@ class RayPool(WorkerPool):
     def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
         """Begin an epoch in each worker; replies to older requests are dropped."""
         with self._lock:
-            self._local.clear()
             for worker in self._workers:
                 worker.sent.clear()
-                worker.begin_epoch(epoch, dataset_states)
-                worker.actor.begin_epoch.remote(*worker.begin)
+                worker.actor.begin_epoch.remote(*worker.begin_epoch(epoch, dataset_states))
 
     def submit(self, pending: PendingBatch) -> None:
         """Request a batch from its worker."""
@@ -194,10 +163,11 @@ class RayPool(WorkerPool):
 
     def _send(self, worker: _ActorHandle, pending: PendingBatch) -> None:
         try:
-            pending.reference = worker.actor.make.remote(pending.index, pending.key)
+            pending.call = worker.actor.make.remote(pending.index, pending.key).future()
         except Exception as error:
             note_unsent(error, pending)
             raise
+        pending.call.add_done_callback(self._wakes.wake)
         worker.sent.append(pending)
 
     def finish(self, worker_id: int) -> None:
@@ -210,9 +180,8 @@ class RayPool(WorkerPool):
         """The worker's next batch with its reply, in a buffer of this process; None: no reply yet."""
         with self._lock:
             self.expect_open()
-            self._note_local(0.0)
             for worker in asked(self._workers, worker_id):
-                if worker.sent and worker.sent[0].reference in self._local:
+                if worker.sent and worker.sent[0].call.done():
                     return self._take(worker)
             return None
 
@@ -220,7 +189,7 @@ class RayPool(WorkerPool):
         pending = worker.sent[0]
         errors = self._ray.exceptions
         try:
-            plain, data = self._ray.get(pending.reference)
+            plain, data = pending.call.result()
         except errors.RayTaskError as error:  # of Ray's own work in the actor, such as storing the batch
             lost = BatchLostError(f"a Ray actor could not send a batch: {error}")
             pending.reply = BatchReply(ReplyKind.ERROR, RemoteError(lost))
@@ -233,8 +202,7 @@ class RayPool(WorkerPool):
             self._count(pending.reply.counters)
             self._open(pending.reply, data)
         worker.sent.popleft()
-        self._local.discard(pending.reference)
-        pending.reference = None  # frees the object
+        pending.call = None  # frees the object
         return pending
 
     def _open(self, reply: BatchReply, data: Any) -> None:
@@ -253,21 +221,6 @@ class RayPool(WorkerPool):
         except Exception as error:  # noqa: BLE001  # fails only this batch
             reply.kind, reply.payload = ReplyKind.ERROR, RemoteError(error)
 
-    def _note_local(self, timeout_s: float) -> None:
-        """Note which replies are on this machine; Ray begins to fetch those that exist elsewhere.
-
-        Args:
-            timeout_s: How long to wait for the first one.
-        """
-        with self._lock:
-            sent = [pending.reference for worker in self._workers for pending in worker.sent]
-            awaited = [reference for reference in sent if reference not in self._local]
-        if awaited:
-            number = 1 if timeout_s else len(awaited)
-            ready, _ = self._ray.wait(awaited, num_returns=number, timeout=timeout_s)
-            with self._lock:
-                self._local.update(ready if self._workers else ())
-
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool or Ray was closed, WorkerDiedError if a worker died."""
         super().expect_open()
@@ -276,9 +229,9 @@ class RayPool(WorkerPool):
 
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until a worker has replied or died, or `close` was called."""
-        wait_s = limit_s(deadline)
-        if not self._is_closed:
-            self._note_local(wait_s)
+        until_s = time.monotonic() + limit_s(deadline)
+        with contextlib.suppress(TimeoutError):  # to look whether Ray was closed
+            self._wakes.wait(until_s)
 
     def _handle_death(self, worker: _ActorHandle, error: Exception) -> None:
         """Replace a dead actor, or raise an error."""
@@ -298,7 +251,6 @@ class RayPool(WorkerPool):
         new.begin = worker.begin
         new.actor.begin_epoch.remote(*new.begin)
         for pending in worker.sent:
-            self._local.discard(pending.reference)
             self._send(new, pending)
         if worker.exit is not None:
             new.finish()
@@ -314,13 +266,13 @@ class RayPool(WorkerPool):
         self._is_closed = True
         if not self.is_ours:
             return
+        self._wakes.wake()  # a caller can be waiting in another thread
         with self._lock:
             workers, self._workers = self._workers, []
             try:
                 if self._ray.is_initialized():
                     self._end(workers, grace_s)
             finally:
-                self._local.clear()
                 self._plan_reference = None
                 self._buffers.clear()
 
@@ -328,7 +280,7 @@ class RayPool(WorkerPool):
         try:
             for worker in workers:
                 for pending in worker.sent:
-                    self._ray.cancel(pending.reference)  # those that have not begun
+                    self._ray.cancel(pending.call.object_ref)  # those that have not begun
             exits = [
                 worker.finish() for worker in workers if worker.has_replied
             ]  # the others may wait for CPUs

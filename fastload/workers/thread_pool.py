@@ -132,7 +132,7 @@ class _WorkerThread:
         self.buffers = BufferPool(
             plan.max_bytes // plan.num_workers, plan.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         )
-        self._maker = BatchMaker(worker_id, plan.load, self.buffers, pin, is_thread=True)
+        self._maker = BatchMaker(worker_id, plan.load, self.buffers, pin, role="thread")
         self._count = count
         self._since_ns = 0  # when it began to wait
         self._wakes = wakes

@@ -7,14 +7,14 @@ All code here runs in the worker. A worker communicates only with the parent, th
 
 Rules:
 
-1. A reply begins with the number of its request.
-2. Every request gets a reply: if a batch cannot be sent, an error short enough for the pipe.
-3. A worker exits when the parent hangs up or dies.
-4. The parent's signal handlers never run in a worker.
+1. Every request gets a reply, in order: if a batch cannot be sent, an error short enough for the pipe.
+2. A worker exits when the parent hangs up or dies.
+3. The parent's signal handlers never run in a worker, and Ctrl-C is the parent's alone.
 """
 
 from __future__ import annotations
 
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import freeze_inherited
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.channel import Channel
-from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, FetchRequest, ReplyKind
+from fastload.workers.messages import BatchReply, BeginEpoch, FetchRequest, ReplyKind
 
 _IDLE_WAIT_S = 0.001  # until what is to be done when idle is tried again
 
@@ -57,13 +57,12 @@ def main(
     """
     try:
         freeze_inherited()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # terminals and notebooks send Ctrl-C to workers, too
         enter_child(parent_pid, signal_mask)
         for channel in inherited:
             channel.abandon()
         channel = Channel(end, blocking=True)
         _Worker(worker_id, plan, channel).serve()
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None  # the parent gets the signal too, and raises
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent hung up during a reply
 
@@ -107,7 +106,7 @@ class _Worker:
         segment, self._new_segment = self._new_segment, None
         memory = self._allocator.memory if reply.kind is ReplyKind.BATCH else None
         fd = None if segment is None or memory is None else segment.fd
-        is_sent = self._send(message.serial, reply, fd)
+        is_sent = self._send(reply, fd)
         if is_sent and memory is not None:
             # Only after the reply was sent: without it the parent keeps the slot's old memory, and so must
             # the worker.
@@ -132,10 +131,10 @@ class _Worker:
         self._new_segment = segment
         return Memory(mapping, shared=True)
 
-    def _send(self, serial: int, reply: BatchReply, fd: int | None) -> bool:
+    def _send(self, reply: BatchReply, fd: int | None) -> bool:
         """Send a reply; if it cannot be sent, send an error instead and return False."""
         try:
-            self._channel.send((serial, *reply.to_plain()), fd)
+            self._channel.send(reply.to_plain(), fd)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
@@ -144,6 +143,6 @@ class _Worker:
                 what, place = "error of a batch", reply.payload.place
             text = f"the {what} could not be sent: {error!r}"
             short = BatchReply(ReplyKind.ERROR, RemoteError.of_text(text, self._maker.where, place))
-            self._channel.send((serial, *short.to_plain()))
+            self._channel.send(short.to_plain())
             return False
         return True

@@ -775,7 +775,7 @@ def test_a_missing_file_is_an_error_that_names_it(path: str) -> None:
     """And so is a folder that is missing."""
     with pytest.raises(FileNotFoundError, match=path):
         open_store(path)
-    with pytest.raises(CacheError, match="create the directory"):
+    with pytest.raises(CacheError, match="No such file or directory: check that the directory"):
         open_store(path + "/a/b", {"kind": "files"})
 
 

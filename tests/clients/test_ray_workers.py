@@ -78,7 +78,7 @@ elif __name__ == "__main__":
     cluster.shutdown()
 """
 
-# The script's own classes; no cluster, and one of its own; an end without close().
+# The script's own classes; no cluster, and one of this machine; an end without close().
 LOCAL = """
 from typing import NamedTuple
 
@@ -102,15 +102,12 @@ class Named(torch.utils.data.Dataset):
         return Sample(torch.full((3, 4), index), str(index))
 
 
-def loader_at(address):
-    workers = fastload.RayWorkers(address=address, num_cpus=0)
-    return fastload.DataLoader(Named(), batch_size=4, num_workers=2, worker_type=workers)
-
-
 if __name__ == "__main__":
-    text = raised(WorkerStartError, lambda: iter(loader_at("127.0.0.1:1")))
-    assert "there is no Ray cluster at '127.0.0.1:1': start one with" in text, text
-    loader = loader_at("local")
+    workers = fastload.RayWorkers(num_cpus=0)
+    loader = fastload.DataLoader(Named(), batch_size=4, num_workers=2, worker_type=workers)
+    text = raised(WorkerStartError, lambda: iter(loader))
+    assert "found no Ray cluster: start one with" in text, text
+    ray.init("local", include_dashboard=False, log_to_driver=False)
     iterator = iter(loader)
     for number in range(2):
         batch = next(iterator)

@@ -140,15 +140,6 @@ def share(dataset: fastload.CachedDataset, folder: Path) -> None:
     dist.barrier()  # the cache lives as long as some rank does
 
 
-def spawned(rank: int, folder: Path) -> None:
-    """A rank that torch.multiprocessing has started; it is in no process group when it makes its caches."""
-    caches = note_own_samples(rank, folder)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    dist.barrier()  # the caches live as long as their ranks do
-    assert len(caches) == 2
-    dist.destroy_process_group()
-
-
 def main(folder: Path) -> None:
     """A rank of torchrun: makes caches of its own, and one that ranks share; later, one rank is killed."""
     is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

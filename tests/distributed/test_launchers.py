@@ -59,13 +59,6 @@ for node in range(2):
         os._exit(0)
 sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
 """
-SPAWN = """
-import sys
-from pathlib import Path
-from torch.multiprocessing import spawn
-from tests.distributed.rank_zoo import spawned
-spawn(spawned, (Path(sys.argv[1]),), nprocs=2)
-"""
 
 
 @pytest.fixture
@@ -139,9 +132,3 @@ def test_ranks_of_torchrun_cache_and_go_on_after_a_kill(launch: Any, tmp_path: P
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)
-
-
-def test_ranks_that_torch_multiprocessing_spawns_get_their_own_samples(launch: Any, tmp_path: Path) -> None:
-    """Before they have joined a process group: they are warned all the same."""
-    errors = launch(SPAWN, str(tmp_path))
-    assert_own(tmp_path, errors)

@@ -58,10 +58,10 @@ def test_memory_that_was_not_sent_is_not_used_for_the_next_batch(monkeypatch: py
     """The parent still has the slot's old memory, so that the worker has to keep it too."""
     send, parent, refusals = Channel.send, os.getpid(), iter([False, True])
 
-    def send_or_refuse(self: Any, message: Any, fd: int | None = None) -> None:
+    def send_or_refuse(self: Any, message: Any, fd: int | None = None) -> bool:
         if os.getpid() != parent and fd is not None and next(refusals, False):
             raise OSError(24, "Too many open files")
-        send(self, message, fd)
+        return send(self, message, fd)
 
     monkeypatch.setattr(Channel, "send", send_or_refuse)
     loader = fastload.DataLoader(datasets.Made(zoo.grows_at(6), 20), 2, num_workers=1, prefetch_factor=1)

@@ -205,16 +205,18 @@ def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
         assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
-    """A terminal and a notebook interrupt persistent workers too; the next epoch is whole."""
-    loader = fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True)
-    iterator = iter(loader)
-    next(iterator)
-    for process in iterator._workers:
-        os.kill(process.pid, signal.SIGINT)
-        process.join()
+def test_ctrl_c_leaves_persistent_workers_alone() -> None:
+    """A terminal and a notebook send it to the workers, too: they go on, and so does the loader."""
+    with fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True) as loader:
+        iterator: Any = iter(loader)
+        next(iterator)
+        pids = [process.pid for process in iterator._workers]
+        for pid in pids:
+            os.kill(pid, signal.SIGINT)
 
-    assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+        for _ in range(2):
+            assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+        assert [process.pid for process in iterator._workers] == pids
 
 
 def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(

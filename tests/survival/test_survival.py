@@ -126,7 +126,7 @@ def test_an_iterator_may_be_abandoned_by_a_thread_or_be_handed_on(persistent: bo
 
 
 def test_messages_beyond_a_pipe_and_more_than_a_socket_holds_block_nobody() -> None:
-    """Lists of indices and error texts of a megabyte go through segments; others wait in the outbox."""
+    """Lists of indices and error texts of a megabyte go through segments; others wait for room."""
 
     def long_error(index: int) -> Any:
         raise ValueError("y" * 1_000_000)

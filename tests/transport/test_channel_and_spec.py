@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ from fastload.memory.segment import Segment
 from fastload.workers import channel
 from fastload.workers.channel import Channel, make_channel
 from tests.kit import datasets
+from tests.kit.batches import assert_same_batches
 
 
 def _pair() -> tuple[Channel, Channel]:
@@ -56,11 +58,15 @@ class Pipe(RuleBasedStateMachine):
         message = os.urandom(MOST_BYTES + spare_bytes)
         segment = Segment.create(100) if has_fd and side == 1 else None  # the parent sends none
         inode = None if segment is None else os.fstat(segment.fd).st_ino
-        self.ends[side].send(message, None if segment is None else segment.fd)
+        is_sent = self.ends[side].send(message, None if segment is None else segment.fd)
         if segment is not None:
             segment.close()  # the receiver has its own descriptor
-        self.sent[1 - side].append((message, inode))
-        self.num_waiting_bytes += side * channel.MESSAGE_BYTES
+        if is_sent:
+            self.sent[1 - side].append((message, inode))
+            self.num_waiting_bytes += side * channel.MESSAGE_BYTES
+        else:  # the parent's end, which never blocks
+            assert side == 0
+            assert len(self.sent[1]) > 2
 
     @rule(side=st.integers(0, 1))
     def receive(self, side: int) -> None:
@@ -68,7 +74,6 @@ class Pipe(RuleBasedStateMachine):
             if side == 0:  # the other end waits
                 assert self.ends[0].receive() is None
             return
-        self.ends[0].flush()
         received = self.ends[side].receive()
         assert received is not None
         message, inode = self.sent[side].pop(0)
@@ -79,14 +84,9 @@ class Pipe(RuleBasedStateMachine):
 
     @rule()
     def fill(self) -> None:
-        """Send more than a socket holds."""
-        for _ in range(150):
-            self.send(0, -1000, False)
-        assert not self.ends[0].is_flushed
-
-    @rule()
-    def flush(self) -> None:
-        assert self.ends[0].flush() == self.ends[0].is_flushed
+        """Send as much as a socket holds; what it refuses never comes."""
+        while self.ends[0].send(message := os.urandom(MOST_BYTES - 1000)):
+            self.sent[1].append((message, None))
 
     @rule(how=st.sampled_from(["drain", "close", "abandon", "finish"]))
     def end(self, how: str) -> None:
@@ -133,23 +133,22 @@ def test_what_a_process_sent_before_it_ended_arrives_although_it_left_a_message_
     ours.close()
 
 
-def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool sends the message that the pipe refused before, and not only when it has a new one."""
-    flush, parent, refusals = Channel.flush, os.getpid(), [False, False]
+def test_what_the_pipe_refuses_is_sent_later_and_its_slot_is_free_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new epoch and requests, at any time: they come in order, and none is lost or repeated."""
+    send, parent, refusals = Channel.send, os.getpid(), itertools.cycle([True, True, False])
 
-    def refuse_twice(self: Channel) -> bool:
-        if os.getpid() == parent and refusals:
-            return refusals.pop()
-        return flush(self)
+    def refuse(self: Channel, *args: Any) -> bool:
+        return not (os.getpid() == parent and next(refusals)) and send(self, *args)
 
-    monkeypatch.setattr(Channel, "flush", refuse_twice)
-    iterator: Any = iter(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
-    (worker,) = iterator._pool._workers  # one slot until the size of a batch is known, and two tasks
-
-    assert refusals == []
-    assert len(worker.waiting) == 1
-    assert worker.channel.is_flushed
-    assert len(list(iterator)) == 4
+    monkeypatch.setattr(Channel, "send", refuse)
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+    with fastload.DataLoader(datasets.Made(datasets.image, 40), 2, **options) as loader:
+        expected = list(fastload.DataLoader(datasets.Made(datasets.image, 40), 2))
+        for _ in range(2):
+            next(iter(loader))
+            assert_same_batches(expected, list(loader))
 
 
 def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:

@@ -34,23 +34,16 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def test_a_wait_is_for_all_processes_and_its_limit_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In seconds, of which poll(2) takes a thousand each; without time it tells what has ended by now."""
+    """Without time it tells what has ended by now."""
     clock, ends_s = [100.0], {1001: 100.5, 1002: 101.0, 1003: 103.0}
 
-    class Poller:
-        def __init__(self) -> None:
-            self.fds: list[int] = []
-
-        def register(self, fd: int, events: int) -> None:
-            self.fds.append(fd)
-
-        def poll(self, wait_ms: float) -> list[Any]:
-            first_s = min(ends_s[fd] for fd in self.fds)
-            clock[0] = max(clock[0], min(clock[0] + wait_ms / 1000, first_s))
-            return [(fd, 1) for fd in self.fds if ends_s[fd] <= clock[0]]
+    def wait(processes: list[Any], limit_s: float) -> list[Any]:
+        first_s = min(ends_s[process.fileno()] for process in processes)
+        clock[0] = max(clock[0], min(clock[0] + limit_s, first_s))
+        return [process for process in processes if ends_s[process.fileno()] <= clock[0]]
 
     monkeypatch.setattr(starting.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(starting.select, "poll", Poller)
+    monkeypatch.setattr(starting.connection, "wait", wait)
     processes: list[Any] = [types.SimpleNamespace(fileno=functools.partial(int, fd)) for fd in ends_s]
     found = [(wait_for_all(processes, limit_s), clock[0]) for limit_s in (0.0, 0.75, 1.25, 9.0, 0.0)]
     monkeypatch.undo()
