@@ -27,7 +27,7 @@ DRAWING = ROOT / "docs" / "layers.svg"
 BUDGETS = {
     "loader errors version __init__ __main__": (424, 420),
     "epochs": (1477, 1050),
-    "workers": (1826, 1150),
+    "workers": (1830, 1150),
     "batch": (1135, 800),
     "cache": (4071, 2600),
     "readers": (1479, 1200),

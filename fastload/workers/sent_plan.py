@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from fastload.batch.plan import Plan
 
+    _Way = Callable[[Any, io.BytesIO, Callable[[pickle.PickleBuffer], bool]], None]
+
 
 class PickledPlan:
     """A plan as a segment and its descriptors; can be pickled for a process that is being started."""
@@ -94,10 +96,11 @@ def pickle_plan(plan: Plan) -> PickledPlan:
     Raises:
         Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
     """
+    ways = _ways()  # before the attributes are looked at: the error of a missing main guard is none of theirs
     try:
-        head, buffers, fds = _dump(plan)
+        head, buffers, fds = _dump(plan, ways)
     except Exception as error:
-        add_note(error, explain(plan))
+        add_note(error, explain(plan, ways))
         raise
     views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     nbytes, offset = sum(round_up(len(view), mmap.PAGESIZE) for view in views), 0
@@ -118,11 +121,23 @@ def _close_all(fds: list[int]) -> None:
     fds.clear()
 
 
-def _dump(value: Any) -> tuple[bytes, list[pickle.PickleBuffer], list[int]]:
-    """The pickle of a value, the buffers outside of it, and duplicates of the descriptors in it.
+def _ways() -> list[_Way]:
+    """The ways to pickle, in the order in which they are tried.
 
     Plain pickle comes first, unless workers cannot import the main module: then it would write names that no
     worker finds, and not fail.
+
+    Raises:
+        RuntimeError: This process, a worker, is importing the main module, which has no guard.
+    """
+    ways: list[_Way] = [by_value.dump] if by_value.is_possible() else []
+    if not ways or by_value.workers_find_main():
+        ways.insert(0, _dump_by_name)
+    return ways
+
+
+def _dump(value: Any, ways: list[_Way]) -> tuple[bytes, list[pickle.PickleBuffer], list[int]]:
+    """The pickle of a value, the buffers outside of it, and duplicates of the descriptors in it.
 
     Raises:
         Exception: The error of the first way to pickle it.
@@ -138,9 +153,6 @@ def _dump(value: Any) -> tuple[bytes, list[pickle.PickleBuffer], list[int]]:
         buffers.append(buffer)
         return False
 
-    ways: list[Callable[..., None]] = [by_value.dump] if by_value.is_possible() else []
-    if not ways or by_value.workers_find_main():
-        ways.insert(0, _dump_by_name)
     reasons: list[Exception] = []
     for dump in ways:
         file = io.BytesIO()
@@ -200,14 +212,14 @@ def _collect_descriptors(fds: list[int]) -> Any:
 # --- finding the attribute that cannot be pickled ---------------------------------------------------------
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, ways: list[_Way]) -> str:
     """A note for an error that kept ``plan`` from being pickled: which attribute it is, and what to do."""
     for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
         owner = getattr(plan, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
             try:
-                _close_all(_dump(value)[2])
+                _close_all(_dump(value, ways)[2])
             except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
                 return (
                     f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. Define "

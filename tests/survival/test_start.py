@@ -82,7 +82,7 @@ def test_a_dataset_that_no_worker_can_import_is_refused(
 
 
 def test_a_missing_main_guard_under_spawn_is_explained(tmp_path: Path, interpreter: Interpreter) -> None:
-    """The error in the parent points to the guard, and the child says so itself."""
+    """The error in the parent points to the guard, and the child says so itself, and blames no attribute."""
     script = tmp_path / "unguarded.py"
     options = "num_workers=1, multiprocessing_context='spawn'"
     script.write_text(f"import fastload\nlist(fastload.DataLoader([1, 2, 3], {options}))\n")
@@ -91,6 +91,7 @@ def test_a_missing_main_guard_under_spawn_is_explained(tmp_path: Path, interpret
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr.rstrip().splitlines()[-1]
     assert "bootstrapping phase" in done.stderr
+    assert "cannot be sent" not in done.stderr
 
 
 _PRELOAD = """
