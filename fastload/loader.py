@@ -114,11 +114,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `numpy.random` and torch, so their draws have no fixed order: use `fastload.sample_rng()` with
             ``seeding="sample"`` instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra
             ``ray``), whose batches are those of worker processes; `fastload.RayWorkers` has options for them.
-            The cluster is the one that `ray.init()` has connected to, or that ``RAY_ADDRESS`` or `RayWorkers`
-            names. Large arrays in the dataset are read-only in these actors.
+            Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
-            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why, with a
-            warning if there should be a GPU. On
+            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU, with one log line. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
             and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
             torch does.
@@ -142,9 +140,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             the first ones of each epoch.
         max_errors: With `on_error`, how many samples of an epoch can fail: a number (int) or a share of them
             (float). The batch with one more raises TooManyFailuresError.
-        max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
-            are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
-            ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
+        max_worker_restarts: How many dead processes or actors one iterator can replace; their unfinished
+            batches are read again. 0: a worker's death raises an error. The cause is logged in both cases.
+            With ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style
+            dataset.
         cache: ``"ram"`` remembers the pixels of files that the dataset decodes, in memory that all processes
             of this user share; ``"ram:32G"`` takes at most so much, and ``"lmdb:PATH"`` remembers them on
             disk, in the file PATH, whose folder must exist. The dataset can be any, its code runs in full on
