@@ -47,18 +47,15 @@ def _checked_cache(cache: str) -> str:
 
     try:
         place = check_cache(cache)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if place is None or not place.startswith(DISK):
-        return cache
-    path = new_cache_file(place.removeprefix(DISK))
-    if os.path.lexists(path):
-        from fastload.cache.decoded_files import open_files
+        if place is None or not place.startswith(DISK):
+            return cache
+        path = new_cache_file(place.removeprefix(DISK))
+        if os.path.lexists(path):
+            from fastload.cache.decoded_files import open_files
 
-        try:
             open_files(path)
-        except FastloadError as error:
-            raise typer.BadParameter(str(error)) from None
+    except (FastloadError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
     return DISK + path  # absolute: the script may change the working directory
 
 
