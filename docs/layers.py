@@ -38,8 +38,8 @@ BUDGETS = {
     "device transforms": (1239, 1150),
     "memory system": (1686, 1350),
     "training": (419, 420),
-    "profiling bench": (1070, 900),
-    "cli integrations": (1002, 1000),
+    "profiling bench": (1075, 900),
+    "cli integrations": (1016, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -184,6 +184,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
     ("cache build with_objects:number made", 2, ":number should be a map-style .* of type int$"),
     ("cache build with_objects:ROOT made", 2, ":ROOT should be a map-style dataset, .* of type str$"),
+    (
+        "cache build tests.cli_zoo:pixels made",
+        2,
+        "tests.cli_zoo:pixels should be called without arguments, but missing .* 'index': name a dataset",
+    ),
     ("cache build with_objects:data made", 1, r" \(in sample 0 of the dataset\)$"),
     ("cache build divides:data made", 1, r"^(Zero\w+: ){2}division by zero \(while module 'divides'"),
     ("cache build imports_nothing:data made", 1, r"^Module.* 'not_there' \(while module 'imports_nothing'"),

@@ -16,10 +16,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output  # noqa: TC001 - typer reads annotations
+from fastload.cli.arguments import Output, new_cache_file
 from fastload.cli.script import become_python
 from fastload.cli.source_argument import code_of, open_source
 from fastload.cli.terminal import APP, EXIT_CODES, Answer, answers
+from fastload.errors import FastloadError
 from fastload.version import __version__
 
 app = typer.Typer(
@@ -46,10 +47,16 @@ def _checked_cache(cache: str) -> str:
 
     try:
         place = check_cache(cache)
-    except ValueError as error:
+        if place is None or not place.startswith(DISK):
+            return cache
+        path = new_cache_file(place.removeprefix(DISK))
+        if os.path.lexists(path):
+            from fastload.cache.decoded_files import open_files
+
+            open_files(path)
+    except (FastloadError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
-    # The script may change the working directory.
-    return place if place is not None and place.startswith(DISK) else cache
+    return DISK + path  # absolute: the script may change the working directory
 
 
 def _checked_device(device: str) -> str:

@@ -49,6 +49,13 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     if size is not None:
         raise CommandError("--size is for folders of images: your own dataset scales its samples itself")
     if callable(dataset) and (isinstance(dataset, type) or not _is_dataset(dataset)):
+        try:
+            inspect.signature(dataset).bind()
+        except TypeError as error:
+            raise CommandError(
+                f"{source} should be called without arguments, but {error}: name a dataset, or a function "
+                "that makes one"
+            ) from error
         dataset = dataset()
     if not _is_dataset(dataset):
         raise CommandError(

@@ -67,7 +67,8 @@ def step_s(
 def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
     """What would gain something, the largest gain first; `available_bytes` of host memory are free."""
     makers = (_cache(of, available_bytes), _workers(of), _code(of)) if of.make_s else ()
-    found = [one for maker in (_start(of), _copies(of), *makers) for one in maker]
+    of_steps = (_copies(of), *makers) if of.num_steady else ()
+    found = [one for maker in (_start(of), *of_steps) for one in maker]
     return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
 
 

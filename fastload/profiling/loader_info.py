@@ -97,8 +97,9 @@ def name_of(loader: Any, frame: FrameType | None) -> str:
         if is_own_code(frame.f_code.co_filename):
             attributes = _attributes(frame.f_locals.get("self"))
             for name, value in {**frame.f_globals, **attributes, **frame.f_locals}.items():
-                # A framework's loader, such as Accelerate's, iterates over this one.
-                is_loader = value is loader or _attributes(value).get("base_dataloader") is loader
+                # A framework's loader, such as Accelerate's or timm's, iterates over this one.
+                wrapped = _attributes(value).values() if hasattr(type(value), "__iter__") else ()
+                is_loader = any(each is loader for each in (value, *wrapped))
                 if is_loader and not name.startswith("_"):
                     if name not in _GENERAL_NAMES:
                         return name

@@ -47,7 +47,7 @@ class ProfileReport:
 
     def suggestions(self, loader: LoaderReport) -> list[Suggestion]:
         """At most four changes of a loader whose loop waits, the largest gain first."""
-        found = suggest(loader, self.available_bytes) if loader.num_steady and self.bottleneck(loader) else []
+        found = suggest(loader, self.available_bytes) if self.bottleneck(loader) else []
         return found[:_MAX_SUGGESTIONS]
 
     @property
@@ -97,11 +97,13 @@ class ProfileReport:
             return lines
         lines.append(f"  if loading were free: {1 / max(1 - loader.data_share, 1e-3):.2f} times as fast")
         if loader.make_s:
-            cpus = loader.cpu_s / (loader.step_s * self.machine.num_cpus)
-            busy = f"the script takes {cpus:.0%} of the CPUs"
+            busy = []
             if loader.worker_utilization is not None:
-                busy = f"workers are busy {loader.worker_utilization:.0%}, {busy}"
-            lines.append(f"  making a batch takes {_ms(loader.make_s)}; {busy}:")
+                busy = [f"workers are busy {loader.worker_utilization:.0%}"]
+            if loader.num_steady:
+                cpus = loader.cpu_s / (loader.step_s * self.machine.num_cpus)
+                busy.append(f"the script takes {cpus:.0%} of the CPUs")
+            lines.append(f"  making a batch takes {_ms(loader.make_s)}; {', '.join(busy)}:")
         for stage in [each for each in loader.stages if each.wall_s >= 0.01 * loader.make_s][:10]:
             waiting = max(1 - stage.cpu_s / stage.wall_s, 0.0)
             waits = f"  ({waiting:.0%} of it waiting)" if waiting > 0.5 and not self.machine.is_busy else ""

@@ -33,8 +33,8 @@ _FILES = {
     "/torchvision/io/": DECODE,
     **dict.fromkeys(("/tifffile", "/imageio", "/pydicom/", "/nibabel/", "/rasterio/", "/h5py/"), DECODE),
     **dict.fromkeys(("/pillow_heif/", "/torchcodec/", "/decord/", "/av/", "/torchaudio/"), DECODE),
-    **dict.fromkeys(("/PIL/", "/torchvision/transforms/", "/albumentations/", "/albucore/"), TRANSFORM),
-    **dict.fromkeys(("/kornia/", "/monai/transforms/", "/imgaug/", "/skimage/"), TRANSFORM),
+    **dict.fromkeys(("/PIL/", "/transforms", "/albumentations/", "/albucore/"), TRANSFORM),
+    **dict.fromkeys(("/kornia/", "/imgaug/", "/skimage/"), TRANSFORM),
     **dict.fromkeys(("/pathlib", "/fsspec/", "/numpy/lib/", "/zipfile", "/tarfile.py", "/ssl.py"), READ),
     **dict.fromkeys(("/multiprocessing/synchronize.py", "/threading.py", "/filelock/"), LOCK),
 }
@@ -51,6 +51,7 @@ _NOT_OWN = (
     os.path.dirname(os.__file__) + os.sep,
     os.path.dirname(os.path.dirname(__file__)) + os.sep,
     "<frozen",
+    "<string>",  # what dataclasses and the like compile
     "<__array",
 )
 

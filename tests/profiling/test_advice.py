@@ -186,6 +186,20 @@ def test_copies_of_the_loop_and_starts_of_epochs() -> None:
     assert {"device", "persistent_workers"} <= changes(found).keys()
 
 
+def test_epochs_of_one_batch_have_no_steady_step() -> None:
+    """As those of a small validation set: only how they begin is known, and can change."""
+    starts = record(1, persistent_workers=False)
+    starts.epochs.append([1000 * MS, 2010 * MS])
+    starts.steps.append(Step(1, 1990 * MS, 2000 * MS, 0))
+    starts.num_steps = 2
+    found = measured(starts, [sums(("decode", "x", "", 90 * MS, 80 * MS), start_ms=0)], [], EIGHT_CPUS)
+    text = str(ProfileReport([found], EIGHT_CPUS, 1 << 40))
+    assert "Epochs begin slowly: first batches take 1.00 s." in text
+    assert "making a batch takes 45.0 ms; workers are busy 100%:\n" in text
+    assert changes(found).keys() == {"persistent_workers"}
+    assert "x: persistent_workers=True" in text
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [

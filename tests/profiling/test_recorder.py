@@ -240,13 +240,13 @@ def test_threads_and_this_process_are_watched(num_workers: int) -> None:
 
 
 class Around:
-    """A framework's loader that iterates over another one, as Accelerate's does."""
+    """A framework's loader that iterates over another one, as Accelerate's and timm's do."""
 
     def __init__(self, loader: Any) -> None:
-        self.base_dataloader = loader
+        self.loader = loader
 
     def __iter__(self) -> Any:
-        yield from self.base_dataloader
+        yield from self.loader
 
 
 class Generator(torch.utils.data.DataLoader[Any]):

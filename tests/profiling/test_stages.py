@@ -57,6 +57,7 @@ def seen(*layers: tuple[str, str, str]) -> Work:
         ([ITEM, (f"{PACKAGES}/PIL/Image.py", "Image.resize", "im.resize")], "resize", "Image.resize"),
         ([ITEM, (f"{PACKAGES}/PIL/JpegImagePlugin.py", "load_end", "x")], "decode", "load_end"),
         ([ITEM, (f"{PACKAGES}/torchvision/io/image.py", "decode_jpeg", "op")], "decode", "decode_jpeg"),
+        ([ITEM, (f"{PACKAGES}/timm/data/transforms.py", "ToNumpy.__call__", "x")], "transform", None),
         ([ITEM, (f"{PYTHON}/multiprocessing/synchronize.py", "SemLock.wait", "x")], "lock", None),
         (
             [("/home/me/train.py", "f", "cv2.imread"), (opencv.__file__, "imread", "original")],
@@ -101,6 +102,7 @@ def test_a_thread_that_makes_no_batch_is_idle() -> None:
         (f"{PACKAGES}/torch/x.py", False),
         (sys.modules[work_of.__module__].__file__, False),
         ("<frozen importlib>", False),
+        ("<string>", False),
     ],
 )
 def test_whose_code_it_is(path: str, is_own: bool) -> None:
