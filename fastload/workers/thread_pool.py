@@ -140,11 +140,6 @@ class _WorkerThread(WorkerHandle):
         self.background = Background(f"fastload-worker-{worker_id}")
         self.background.submit(self._begin)
 
-    @property
-    def thread(self) -> threading.Thread:
-        """The thread."""
-        return self.background.thread
-
     def drop_requests(self) -> None:
         """Drop the requests without a reply: no caller waits for them."""
         for pending in self.sent:
