@@ -55,7 +55,7 @@ class LoaderStats:
             the device to do the work that the consumer had queued: the device's pace, not a wait for data.
         wait_share: Waits as a share of waits and steps: 0 if data was always ready, close to 1 if the
             consumer only waits. None if there was no wait.
-        worker_utilization: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
+        worker_utilization: The share of an epoch, 0 to 1, in which workers make batches. Batches
             count when the consumer takes them from their worker. None without workers.
         cache_hits: Samples of `CachedDataset`s, or files of a loader with `cache=`, found in the cache,
             including those of prefetched batches that no caller received. None if none was read.

@@ -7,7 +7,6 @@ is counted, but cannot be resumed in the middle.
 from __future__ import annotations
 
 import copy
-import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -159,12 +158,10 @@ class WholeBatches:
         self._buffers = BufferPool(self._plan.max_bytes // self._plan.num_workers)
         self._maker = BatchMaker(worker_id, self._plan.load, self._buffers, None)
         self._maker.begin()
-        self._idle_since_ns = time.perf_counter_ns()
 
     def __getitem__(self, task: _Task) -> tuple[PendingBatch, Any, BatchReply]:
         """What was asked for, and the reply, whose payload torch may pin."""
         epoch, number, index, key = task
-        self._maker.waited(self._idle_since_ns)
         if self._epoch != epoch:
             self._maker.begin_epoch(None, None)
             self._epoch = epoch
@@ -172,7 +169,6 @@ class WholeBatches:
         reply = self._maker.make(index, key)
         self._buffers.end()
         payload, reply.payload = reply.payload, None
-        self._idle_since_ns = time.perf_counter_ns()
         return PendingBatch(number, self._id, index if key else None, key), payload, reply
 
 

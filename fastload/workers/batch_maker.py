@@ -1,6 +1,6 @@
 """What every worker does, be it a process, a thread or an actor: begin, begin an epoch, make batches.
 
-`worker`, `thread_pool` and `ray_worker` are transports: they call `begin` once, `begin_epoch` for each epoch
+`worker`, `thread_pool` and `ray_pool` are transports: they call `begin` once, `begin_epoch` for each epoch
 and `make` for each index, in the worker, and take the replies away. Every index gets a reply: after an error
 at the start, this error is the reply to all of them. Without workers, `inline_pool` opens the dataset, and
 asks for the replies.
@@ -78,8 +78,7 @@ class BatchMaker:
         self._fetcher: Fetcher | None = None
         self._can_end = False  # whether StopIteration ends the epoch, and is no error
         self._keeps_states = False  # whether each reply has the state of the dataset
-        # The time and the counts at the previous reply, and how long the worker has waited since then.
-        self._idle_ns = self._since_ns = self._hits = self._misses = 0
+        self._hits = self._misses = 0  # at the previous reply
         self._error: RemoteError | None = None  # the reply to every index while there is no fetcher
 
     def begin(self) -> None:
@@ -107,26 +106,18 @@ class BatchMaker:
             self._plan = plan
         except self._caught:  # the reply to every index
             self._error = RemoteError.current(self.where, AT_START)
-        self._take_counters()  # those of the start belong to no batch
+        self._take_counters(0)  # those of the start belong to no batch
 
     def is_busy_when_idle(self) -> bool:
         """Do now what nobody waits for; returns whether some of it is left, as others are at it."""
         cache = None if self._plan is None else self._plan.file_cache
         return cache is not None and not cache.flush()
 
-    def waited(self, since_ns: int) -> None:
-        """Record that the worker has waited for a request since ``since_ns`` (of `perf_counter_ns`)."""
-        self._idle_ns += time.perf_counter_ns() - since_ns
-
-    def _take_counters(self) -> WorkerCounters:
+    def _take_counters(self, busy_us: int) -> WorkerCounters:
         """What the worker did since the last call."""
-        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
-        idle_ns, self._idle_ns = self._idle_ns, 0
         hits, self._hits = self._hits, cache_counts.hits
         misses, self._misses = self._misses, cache_counts.misses
-        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
-        reasons = cache_counts.take_reasons()
-        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, reasons)
+        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, cache_counts.take_reasons())
 
     def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
         """Begin an epoch: iterable datasets start over, or resume from the state.
@@ -170,8 +161,9 @@ class BatchMaker:
             index: The index, or list of indices, from the sampler.
             key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         """
+        began_ns = time.perf_counter_ns()
         reply = self.reply_to(index, key)
-        reply.counters = self._take_counters()
+        reply.counters = self._take_counters((time.perf_counter_ns() - began_ns) // 1000)
         return reply
 
     def reply_to(self, index: Any, key: BatchKey | None) -> BatchReply:

@@ -32,7 +32,7 @@ class InlinePool(WorkerPool):
     time, because rows and buffers belong to the pool.
     """
 
-    pins = is_inline = True
+    pins = True
 
     def __init__(
         self, plan: Plan, count: Callable[[WorkerCounters], None], pin: Callable[[Any], Any] | None

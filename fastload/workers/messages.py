@@ -68,7 +68,7 @@ class WorkerCounters(NamedTuple):
     """The counters of one worker since its previous reply, or their sums over all workers.
 
     Attributes:
-        busy_us: Microseconds in which the worker did not wait for a request.
+        busy_us: Microseconds in which the worker made batches.
         cache_hits: Samples found in a cache; also of batches that no caller received.
         cache_misses: Samples read from the source of a cache.
         miss_reasons: Why files were decoded, and how often.

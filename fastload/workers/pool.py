@@ -55,7 +55,7 @@ def note_unsent(error: Exception, pending: PendingBatch) -> None:
 
 
 class WorkerHandle:
-    """The consumer's record of one worker process or actor.
+    """The consumer's record of one worker process, thread or actor.
 
     Attributes:
         id: 0 to num_workers - 1.
@@ -72,6 +72,11 @@ class WorkerHandle:
     def oldest(self) -> PendingBatch | None:
         """The request that the worker replies to next."""
         return self.sent[0] if self.sent else None
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether the worker has replied to its first request."""
+        return bool(self.sent) and self.sent[0].reply is not None
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> BeginEpoch:
         """Note what the worker begins an epoch with, and return it."""
@@ -105,7 +110,6 @@ class WorkerPool(abc.ABC):
     uses_multiprocessing: ClassVar[bool] = False  # a multiprocessing context starts the workers
     uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset
     pins: ClassVar[bool] = False  # batches are pinned where they are made
-    is_inline: ClassVar[bool] = False  # there are no workers: `take` makes the batch
     runs_elsewhere: ClassVar[bool] = False  # workers need no CPUs of this machine
 
     def __init__(

@@ -73,11 +73,6 @@ class _ProcessHandle(WorkerHandle):
         self.gets_no_more = False  # requests; the worker ends on its own
 
     @property
-    def has_reply(self) -> bool:
-        """Whether the worker has replied to its first request."""
-        return bool(self.sent) and self.sent[0].reply is not None
-
-    @property
     def oldest(self) -> PendingBatch | None:
         """The request that the worker replies to next; it may wait to be sent."""
         waiting = (one for one in self.waiting if not isinstance(one, BeginEpoch))
@@ -194,10 +189,7 @@ class ProcessPool(WorkerPool):
     def _accept(self, worker: _ProcessHandle, message: tuple[Any, ...], fd: int | None) -> None:
         """Record a reply that has arrived: they come in the order of the requests."""
         pending = next(pending for pending in worker.sent if pending.reply is None)
-        self._fill(worker, pending, BatchReply.from_plain(message), fd)
-
-    def _fill(self, worker: _ProcessHandle, pending: PendingBatch, reply: BatchReply, fd: int | None) -> None:
-        memory = None
+        reply, memory = BatchReply.from_plain(message), None
         if fd is not None:
             try:
                 memory = Memory(Segment.attach(fd).map(writable=True), shared=True)

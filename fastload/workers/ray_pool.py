@@ -1,6 +1,6 @@
 """Worker actors of a Ray cluster instead of worker processes: `worker_type="ray"`.
 
-Importing this file does not import Ray. Each worker is one actor (see `ray_worker`); its batches are packed
+Importing this file does not import Ray. Each worker is one actor, a `RayWorker`; its batches are packed
 bytes in Ray's object store. Rules:
 
 1. A request is one call of a method, and Ray makes the calls of one actor in order. The caller gives each
@@ -16,30 +16,43 @@ bytes in Ray's object store. Rules:
 from __future__ import annotations
 
 import contextlib
+import functools
+import socket
 import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.packing import unpack
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, WorkerStartError
+import numpy as np
+
+from fastload.batch.packing import Packed, pack, unpack
+from fastload.errors import (
+    BatchLostError,
+    FastloadError,
+    LoaderClosedError,
+    WorkerDiedError,
+    WorkerStartError,
+)
 from fastload.memory.lease import BufferPool
 from fastload.memory.segment import pickled_for_other_machines
 from fastload.system.background import Wakeup
+from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import short_repr
 from fastload.system.remote_error import RemoteError
 from fastload.version import __version__
+from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import BatchReply, ReplyKind
 from fastload.workers.pool import GRACE_S, WorkerHandle, WorkerPool, asked, limit_s, note_unsent
-from fastload.workers.ray_worker import RayWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.plan import Plan
+    from fastload.rng.keys import BatchKey
     from fastload.workers.messages import PendingBatch, WorkerCounters
 
+_NUM_BUFFERS = 2  # of an actor: Ray copies a batch before the next call
 _CAUSE_CHARACTERS = 700  # of Ray's own text about the end of an actor
 
 
@@ -89,6 +102,78 @@ def connect() -> Any:
                 'ray.init() before with the address of one, or with "local" for one of this machine alone'
             ) from error
     return ray
+
+
+# --- in the actor -----------------------------------------------------------------------------------------
+
+
+def load_plan(references: list[Any], expected_release: str) -> Plan:
+    """The plan in the object store; large arrays in it are read-only views of memory that a node shares.
+
+    Args:
+        references: A list of its reference.
+        expected_release: The release of fastload that the consumer runs.
+
+    Raises:
+        WorkerStartError: This machine has a different release of fastload, or cannot import a class.
+        FastloadError: The worker cannot open a cache.
+    """
+    import ray
+
+    host = socket.gethostname()
+    if __version__ != expected_release:
+        raise WorkerStartError(
+            f"the consumer runs fastload {expected_release}, but {host} has {__version__}: install the same "
+            "release on all machines of the cluster"
+        )
+    try:
+        plan: Plan = ray.get(references[0])
+    except FastloadError:
+        raise
+    except Exception as error:
+        cause = str(error).partition("\n")[0].removeprefix("System error: ")  # then Ray has a traceback
+        raise WorkerStartError(
+            f"a worker on {host} cannot unpickle the dataset, or what is sent with it: {cause}. Ray "
+            "sends the code of the script itself, but no modules: install them on all machines, or pass "
+            'ray.init(runtime_env={"working_dir": "."})'
+        ) from error
+    return plan
+
+
+class RayWorker:
+    """One worker; Ray calls its methods in an actor's process.
+
+    Args:
+        worker_id: 0 to num_workers - 1.
+        references: As for `load_plan`.
+        expected_release: As for `load_plan`.
+    """
+
+    def __init__(self, worker_id: int, references: list[Any], expected_release: str) -> None:
+        self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)
+        load = functools.partial(load_plan, references, expected_release)
+        self._maker = BatchMaker(worker_id, load, self._buffers, self._pack)
+        self._maker.begin()
+
+    def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
+        """Begin an epoch; an error is the reply to its requests."""
+        self._maker.begin_epoch(epoch, dataset_state)
+
+    def make(self, index: Any, key: BatchKey | None) -> tuple[tuple[Any, ...], Any]:
+        """The reply to a request as built-in types, and the bytes of its batch; None without any."""
+        self._buffers.begin()
+        reply = self._maker.make(index, key)
+        data = None
+        if reply.kind is ReplyKind.BATCH and reply.payload.used_bytes:
+            data = np.frombuffer(self._buffers.lease, np.uint8, reply.payload.used_bytes)
+        self._buffers.end()
+        return reply.to_plain(), data
+
+    def _pack(self, batch: Any) -> Packed:
+        return pack(batch, self._buffers)
+
+
+# --- in the consumer --------------------------------------------------------------------------------------
 
 
 class _ActorHandle(WorkerHandle):

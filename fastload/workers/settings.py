@@ -93,11 +93,6 @@ def check_values(options: Mapping[str, Any]) -> None:
     Raises:
         ValueError, TypeError: A value is never valid, or not with the others.
     """
-    if options["on_error"] == "skip":  # the word of `fastload cache build`
-        raise ValueError(
-            'on_error="skip" would change the sizes of batches: write on_error="replace", which reads a '
-            "different sample instead, or pass a function"
-        )
     for name, check in CHECKS.items():
         try:
             check(options[name])

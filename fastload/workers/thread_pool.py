@@ -25,7 +25,7 @@ from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search
 from fastload.system.background import Background, Wakeup
 from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.pool import GRACE_S, WorkerPool, asked
+from fastload.workers.pool import GRACE_S, WorkerHandle, WorkerPool, asked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,14 +83,14 @@ class ThreadPool(WorkerPool):
         """Drop all older requests and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_requests()
-            worker.background.submit(worker.begin_epoch, epoch if self._has_copies else None)
+            worker.background.submit(worker.maker.begin_epoch, epoch if self._has_copies else None, None)
 
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, as the object that the thread made; None: no reply yet."""
         self.expect_open()
         worker: _WorkerThread
         for worker in asked(self._workers, worker_id):
-            if worker.oldest is not None and worker.oldest.reply is not None:
+            if worker.has_reply:
                 return worker.sent.popleft()
         return None
 
@@ -118,7 +118,7 @@ class ThreadPool(WorkerPool):
             worker.background.join(max(deadline - time.monotonic(), 0.0))
 
 
-class _WorkerThread:
+class _WorkerThread(WorkerHandle):
     """One thread: its queues and its buffers."""
 
     def __init__(
@@ -129,27 +129,16 @@ class _WorkerThread:
         pin: Callable[[Any], Any] | None,
         wakes: Wakeup,
     ) -> None:
+        super().__init__(worker_id)
         self.buffers = BufferPool(
             plan.max_bytes // plan.num_workers, plan.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         )
-        self._maker = BatchMaker(worker_id, plan.load, self.buffers, pin, role="thread")
+        self.maker = BatchMaker(worker_id, plan.load, self.buffers, pin, role="thread")
         self._count = count
-        self._since_ns = 0  # when it began to wait
         self._wakes = wakes
-        self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.has_begun = threading.Event()
         self.background = Background(f"fastload-worker-{worker_id}")
         self.background.submit(self._begin)
-
-    @property
-    def thread(self) -> threading.Thread:
-        """The thread."""
-        return self.background.thread
-
-    @property
-    def oldest(self) -> PendingBatch | None:
-        """The request that the thread replies to next."""
-        return self.sent[0] if self.sent else None
 
     def drop_requests(self) -> None:
         """Drop the requests without a reply: no caller waits for them."""
@@ -160,26 +149,17 @@ class _WorkerThread:
     def _begin(self) -> None:
         torch.set_num_threads(1)  # of this thread
         self.has_begun.set()
-        self._maker.begin()
-        self._since_ns = time.perf_counter_ns()
-
-    def begin_epoch(self, epoch: int | None) -> None:
-        """Begin an epoch, in the thread."""
-        self._maker.waited(self._since_ns)
-        self._maker.begin_epoch(epoch, None)
-        self._since_ns = time.perf_counter_ns()
+        self.maker.begin()
 
     def reply(self, pending: PendingBatch) -> None:
         """Make a batch, in the thread, unless nobody waits for it any more."""
-        self._maker.waited(self._since_ns)
         if not pending.is_stale:
             self.buffers.begin()
-            reply = self._maker.make(pending.index, pending.key)
+            reply = self.maker.make(pending.index, pending.key)
             self.buffers.end()
             self._count(reply.counters)
             pending.reply = reply  # last, because the consumer checks it
             self._wakes.wake()
-        self._since_ns = time.perf_counter_ns()
 
 
 # --- copies of what is random ----------------------------------------------------------------------------

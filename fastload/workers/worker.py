@@ -15,7 +15,6 @@ Rules:
 from __future__ import annotations
 
 import signal
-import time
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.packing import Packed, pack
@@ -95,9 +94,7 @@ class _Worker:
         """The next message, or None; an error of it ends this process, with a traceback on stderr."""
         while not self._channel.has_message() and self._maker.is_busy_when_idle():
             self._channel.has_message(_IDLE_WAIT_S)
-        since_ns = time.perf_counter_ns()
         received = self._channel.receive()
-        self._maker.waited(since_ns)
         return None if received is None else received[0]
 
     def _reply(self, message: FetchRequest) -> None:

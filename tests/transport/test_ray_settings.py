@@ -102,7 +102,7 @@ def test_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec would be read wrongly; the error names both releases."""
-    from fastload.workers.ray_worker import load_plan
+    from fastload.workers.ray_pool import load_plan
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
 

@@ -143,7 +143,7 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
     iterator: Any = iter(loader)
     worker = iterator._pool._workers[0]
     while not worker.background._calls.empty():
-        worker.thread.join(0.01)
+        worker.background.thread.join(0.01)
 
     for _ in iterator:
         assert iterator._pool._wakes._wakes.qsize() <= 2
