@@ -108,8 +108,8 @@ def _wait_for_turn(path: str, fd: int) -> None:
         if flock_fd(fd, wait_s=_QUIET_S):
             return
         log.warning(
-            "cache: waiting for another process, which commits to %s or checks it; if it was stopped, such as "
-            "by Ctrl-Z, continue or end it",
+            "cache: waiting for another process, which commits to %s or checks it. If it was stopped, as by "
+            "Ctrl-Z, continue it or end it",
             path,
         )
         if not flock_fd(fd, wait_s=WAIT_S):

@@ -477,7 +477,7 @@ def test_nobody_waits_for_the_commit_of_another_process(path: str, monkeypatch: 
 def test_a_file_whose_lock_is_never_free_is_not_used(
     state: str, path: str, lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a process that was stopped: a job says why it waits, and at last does without, and changes nothing."""
+    """As that of a stopped process: a job says why it waits, at last does without, and changes nothing."""
     monkeypatch.setattr(lmdb_file, "_QUIET_S", 0.0)
     monkeypatch.setattr(lmdb_file, "WAIT_S", 0.01)
     if state == "new":
