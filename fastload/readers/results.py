@@ -128,8 +128,8 @@ def _restored(memory: Bytes, note: Any) -> Any:
 def _memory_of_plain(tensor: torch.Tensor) -> Bytes:
     """The memory of a tensor; raises TypeError if its memory or state is special."""
     is_plain_one = tensor.device.type == "cpu" and str(tensor.dtype)[6:] in TENSOR_STORAGE
-    is_plain_one = is_plain_one and tensor.layout == torch.strided
-    if not is_plain_one or tensor.__dict__ or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+    is_plain_one = is_plain_one and tensor.layout == torch.strided and not tensor.__dict__
+    if not is_plain_one or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         raise TypeError("a tensor with a device, layout or history of its own")
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         raise TypeError("a tensor that is a part of another one")

@@ -143,6 +143,14 @@ class Pixels(np.ndarray):
 SHARED = np.zeros(9)
 ENDLESS: list[Any] = [SHARED]
 ENDLESS.append(ENDLESS)
+
+
+def marked(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with an attribute of the user's."""
+    vars(tensor)["label"] = 1
+    return tensor
+
+
 ODD_RESULTS: dict[str, Any] = {
     "gaps": np.zeros((4, 6))[:, ::2],
     "broadcast": np.broadcast_to(np.zeros(1), 5),
@@ -166,6 +174,7 @@ ODD_RESULTS: dict[str, Any] = {
     "a tensor with a history": torch.zeros(3, requires_grad=True),
     "sparse": torch.zeros(3).to_sparse(),
     "parameter": torch.nn.Parameter(torch.zeros(3)),
+    "a tensor with an attribute": marked(torch.zeros(3)),
     "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
 }
 
