@@ -182,7 +182,7 @@ class _Bytes:
 
     def __init__(self, file: io.BytesIO) -> None:
         self.file = file
-        self._content = file.getvalue()
+        self._content = b"" if file.tell() else file.getvalue()  # decoders read from there on
 
     def identity(self) -> Identity | str:
         """That of the content, if it is the same as when it was opened."""
