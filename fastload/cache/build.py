@@ -256,7 +256,9 @@ def _begin(
             there = Description.of(store)
             stored = StoredSamples(store, there.num_samples)
             why = difference(stored, there.parts, dataset, known, fingerprint)
-            if why is None and (there.parts is not None or not force):
+            # Who forces a build may have changed what a key, or the compared samples, do not show.
+            is_sure = there.parts is not None and fingerprint is not None and not fingerprint.needs_key
+            if why is None and (is_sure or not force):
                 log.info("%s: continues with the %d samples in it", partial, store.num_records)
                 return store
             if not force:
@@ -383,8 +385,8 @@ def difference(
 ) -> str | None:
     """How a dataset differs from the one whose samples are stored; None if it does not, as far as is known.
 
-    Fingerprints are compared, or else the numbers of samples; and a sample, unless a fingerprint covers all
-    code that makes it.
+    Fingerprints are compared, or else the numbers of samples; and all samples that were already read, or one,
+    unless a fingerprint covers all code that makes them.
 
     Args:
         stored: The samples.
@@ -406,7 +408,7 @@ def difference(
             return "; ".join(differences)
         if not fingerprint.needs_key:
             return None
-    return first_differing(stored, dataset, known, 1)
+    return first_differing(stored, dataset, known, len(known) or 1)
 
 
 def compared(

@@ -37,6 +37,7 @@ FORMAT_VERSION = 7
 META_KEY = b"meta"
 BESIDE = LOCK, BOOT = "-lock", "-boot"  # suffixes of the files beside one that is being filled
 WAIT_S = 600.0  # for other processes, by whoever may wait
+_QUIET_S = 2.0  # without saying so
 CURE = "remove it, and build the cache again"
 OTHER_SPACE = "processes of another PID namespace, such as another container, use it"
 
@@ -71,8 +72,7 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any
         raise CacheMismatchError(f"{path} is not a file, but a cache on disk is one: use a different path")
     again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)  # whose lock is its own
     try:
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is committed
-            flock_fd(again, wait_s=WAIT_S)
+        _wait_for_turn(path, again)
         if os.path.exists(path + BOOT) and Path(path + BOOT).read_bytes() != boot_id():
             _discard_damaged(path, fd, is_replaced=create is not None)
         if (
@@ -96,6 +96,24 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any
         raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
     finally:
         os.close(again)
+
+
+def _wait_for_turn(path: str, fd: int) -> None:
+    """Lock a file, unless nothing can be locked there: then nothing is committed, either.
+
+    Raises:
+        RefusedError: Another process keeps the lock.
+    """
+    with contextlib.suppress(OSError):
+        if flock_fd(fd, wait_s=_QUIET_S):
+            return
+        log.warning(
+            "cache: waiting for another process, which commits to %s or checks it. If it was stopped, as by "
+            "Ctrl-Z, continue it or end it",
+            path,
+        )
+        if not flock_fd(fd, wait_s=WAIT_S):
+            raise RefusedError(path, "another process keeps its lock, and may have been stopped")
 
 
 def why_unopened(error: Exception) -> str | None:

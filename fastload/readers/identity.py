@@ -172,12 +172,16 @@ def _has_own_times(ctime_ns: int, file_system: _FileSystem) -> bool:
 def _by_content(identity: Identity, mount: str, descriptor: int) -> Identity | str:
     if int(identity.parts[2]) > MAX_FILE_BYTES:
         return TOO_LARGE
-    if (identity, mount) not in _contents:
-        _contents[identity, mount] = hash_of(descriptor)
-    return Identity((_contents[identity, mount], identity.parts[2], AS_FILE))
+    memo = digest(*identity.parts, mount) or b""  # of plain values, so there is one
+    if memo not in _contents:
+        if len(_contents) >= _MAX_CONTENTS:
+            _contents.clear()
+        _contents[memo] = hash_of(descriptor)
+    return Identity((_contents[memo], identity.parts[2], AS_FILE))
 
 
-_contents: dict[tuple[Identity, str], bytes] = {}  # hashes of files on a mount
+_contents: dict[bytes, bytes] = {}  # hashes of files, by a digest of identity and mount
+_MAX_CONTENTS = 1 << 20  # 200 MB
 
 
 def hash_of(descriptor: int) -> bytes:

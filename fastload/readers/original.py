@@ -42,6 +42,12 @@ def nbytes_of(mode: str, size: tuple[int, int]) -> int:
     return (width * _BITS.get(mode, 8 * PIXEL_BYTES.get(mode, 1)) + 7) // 8 * height
 
 
+def is_image(stored: Stored, mode: str, size: tuple[int, int]) -> bool:
+    """Whether all pixels of an image are stored; a file from elsewhere can say so of anything."""
+    array = stored.array
+    return array.dtype == np.uint8 and array.shape == (nbytes_of(mode, size),)
+
+
 class Pixels(NamedTuple):
     """A rectangle of stored pixels.
 
@@ -169,9 +175,9 @@ class Original:
         self._is_used = True
         repeats = cache.resizes.learn(_MODES.index(mode) * (REDUCE + 1) + method, size)
         stored = self._result or cache.store.get(key_of_result(self._key))
-        if stored is None or stored.note[0] != key:
+        if stored is None or type(stored.note) is not tuple or stored.note[:1] != (key,):
             stored = cache.store.get(key)
-        if stored is not None:
+        if stored is not None and is_image(stored, mode, size):
             if cache.is_verification_due():
                 self._check(stored, name, arguments)
             return Pixels.of(mode, size, stored.array)

@@ -44,7 +44,7 @@ from fastload.readers.identity import (
     is_plain,
 )
 from fastload.readers.lazy_image import OPENED, LazyCore, is_possible
-from fastload.readers.original import PIXEL_BYTES, Original, Pixels, core_of, key_of_result
+from fastload.readers.original import PIXEL_BYTES, Original, Pixels, core_of, is_image, key_of_result
 from fastload.readers.patches import Patch, package_of
 from fastload.readers.reasons import NOT_A_FILE, OTHER_FORMAT, TOO_NEW, UNCOMPRESSED, UNUSUAL
 
@@ -71,6 +71,8 @@ _CLASSES = frozenset(
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
+# Attributes that decide what an image is, and what Pillow reads for it: no note changes them.
+_DECIDED = frozenset({"_im", "fp", "_fp", "tile", "info", "filename", "palette", "_mode", "_size"})
 
 
 _patches: list[Patch] = []  # those of classes that decode by themselves are added when they are met
@@ -180,7 +182,7 @@ class _Bytes:
 
     def __init__(self, file: io.BytesIO) -> None:
         self.file = file
-        self._content = file.getvalue()
+        self._content = b"" if file.tell() else file.getvalue()  # decoders read from there on
 
     def identity(self) -> Identity | str:
         """That of the content, if it is the same as when it was opened."""
@@ -244,9 +246,10 @@ class _Opened:
             return
         if cache.is_unsteady(key):
             return
-        stored = cache.find(key)
+        stored, mode, size = cache.find(key), image.mode, image.size
+        if stored is not None and not (is_image(stored, mode, size) and _is_note(stored.note, image)):
+            stored = None  # it is forged
         if stored is not None and not cache.is_verification_due():
-            mode, size, *_ = stored.note
             if mode in PIXEL_BYTES and image.palette is None:
                 pixels = Pixels.of(mode, size, stored.array)
                 _restore(image, stored.note, LazyCore(mode, size, Original(cache, key, pixels=pixels)))
@@ -255,11 +258,12 @@ class _Opened:
         elif (
             stored is None
             and (result := cache.find(key_of_result(key))) is not None
+            and type(result.note) is tuple
+            and _is_note(note := (None, *result.note)[-1], image)
             and (content := self._source.content()) is not None
         ):
-            note = result.note[1]
             original = Original(cache, key, note, decode=_decoder(image, content), result=result)
-            _restore(image, note, LazyCore(note[0], note[1], original))
+            _restore(image, note, LazyCore(mode, size, original))
         else:
             self._decode(image, key, identity, stored)
 
@@ -387,7 +391,7 @@ def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
 def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any) -> Any:
     """What loading has done, as a note to `_restore`; None if it did something unusual."""
     attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
-    for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
+    for name in ("_im", "fp", "tile", "info", "_size", *(["_exif"] if _is_tiff(image) else [])):
         attributes.pop(name, None)
     readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
     attributes[readonly] = vars(image)[readonly]
@@ -399,9 +403,19 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         and not image.tile
         and before.keys() - {OPENED} <= vars(image).keys()
         and info.keys() <= image.info.keys()
+        and image.size == before["_size"]
         and is_plain(note)
+        and _is_note(note, image)
     )
     return note if is_usual else None
+
+
+def _is_note(note: Any, image: Any) -> bool:
+    """Whether a note can be one of `_learned`, of this image: in a file from elsewhere it can be forged."""
+    match note:
+        case (image.mode, image.size, dict() as attributes, dict(), bool(), None | int() as position):
+            return _DECIDED.isdisjoint(attributes) and (position or 0) >= 0
+    return False
 
 
 def _is_tiff(image: Any) -> bool:

@@ -12,9 +12,11 @@ is called as usual. Rules:
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from functools import partial
 from pathlib import PosixPath, PurePath, WindowsPath
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
@@ -45,7 +47,7 @@ def remember(
     ``loader.explain()`` counts them.
 
     Args:
-        version: Stands for the code of the function, whose name is all that the key has of it. Change it
+        version: Stands for the code of the function, of which the key has only its file and name. Change it
             whenever the result for a file changes: after an edit of the function, of what it calls, or of a
             constant that it uses, and after an upgrade of a library that decodes otherwise. A share of
             the hits is computed again and compared, which finds a version that was forgotten.
@@ -54,7 +56,8 @@ def remember(
             every access (0.5 to 2 GB/s), which must be cheaper than the function.
 
     Raises:
-        TypeError: `version` is not a str, or what is decorated is no function with a name.
+        TypeError: `version` is not a str, or what is decorated is no function with a name, or a method of an
+            object.
         ValueError: `of` is something else.
     """
     if not isinstance(version, str):
@@ -77,18 +80,19 @@ def remember(
 
 
 def _name_of(function: Any) -> str:
-    """What stands for a function in keys, in every process; scripts and notebooks are all named `__main__`.
+    """What stands for a function in keys, in every process: its file, because modules share their names.
 
     Raises:
-        TypeError: It has no name of its own.
+        TypeError: It has no name of its own, or depends on an object.
     """
     name = getattr(function, "__qualname__", None)
-    if not callable(function) or name is None or "<lambda>" in name:
-        raise TypeError(f"function should be one that has a name (by `def`), but got {function!r}")
-    module = function.__module__
-    if module in ("__main__", "__mp_main__") and hasattr(function, "__code__"):
-        module = os.path.abspath(function.__code__.co_filename)
-    return f"{module}:{name}"
+    if not callable(function) or name is None or "<lambda>" in name or isinstance(function, MethodType):
+        raise TypeError(
+            f"function should be one that has a name (by `def`), and no method of an object, but got "
+            f"{function!r}"
+        )
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{function.__module__ if code is None else os.path.abspath(code.co_filename)}:{name}"
 
 
 def _seen_of_path(source: Any) -> Any:

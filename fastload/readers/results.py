@@ -8,12 +8,14 @@ arrays that share memory.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from fastload.nested.leaf import TENSOR_STORAGE, dtype_name, numpy_dtype
 from fastload.nested.tree import map_leaves
 from fastload.readers.identity import is_plain
 
@@ -35,7 +37,7 @@ def pack(result: Any) -> tuple[npt.NDArray[Any], Any] | None:
         if type(result) is np.ndarray and result.flags.carray and result.size:
             return _checked(result), None
         note = map_leaves(result, partial(_laid, blocks))
-    except (TypeError, RecursionError):  # a value of another type; a container in itself
+    except (TypeError, ValueError, RecursionError):  # a value of another type; a container in itself
         return None
     if not blocks or not is_plain(note) or _overlap(blocks):
         return None
@@ -43,7 +45,12 @@ def pack(result: Any) -> tuple[npt.NDArray[Any], Any] | None:
 
 
 def unpack(memory: npt.NDArray[Any], note: Any) -> Any:
-    """A result like the one that `pack` was given."""
+    """A result like the one that `pack` was given.
+
+    Raises:
+        ValueError, TypeError, LookupError, RuntimeError, AttributeError: The note is none of `pack`'s. It can
+            be forged, so what it says of memory is checked before it is used.
+    """
     if note is None:
         return memory.copy()
     restore = partial(_restored, memory)
@@ -64,7 +71,7 @@ def _laid(blocks: list[Bytes], value: Any) -> Any:
     """What stands for a leaf in the note; adds its memory, as it lies, to the blocks.
 
     Raises:
-        TypeError: It would not come back as it is.
+        TypeError, ValueError: It would not come back as it is.
     """
     kind = type(value)
     if kind is torch.Tensor:
@@ -91,8 +98,7 @@ def _laid(blocks: list[Bytes], value: Any) -> Any:
 
 
 def _checked(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if array.dtype.hasobject or array.dtype.names is not None or np.dtype(array.dtype.str) != array.dtype:
-        raise TypeError("an array of objects or fields")
+    dtype_name(array.dtype)  # raises for objects and fields
     return array
 
 
@@ -101,7 +107,13 @@ def _restored(memory: Bytes, note: Any) -> Any:
     if not _is_block(note):
         return note
     _, kind, dtype, shape, strides, start, nbytes, origin, is_writable = note
+    storage = TENSOR_STORAGE[dtype] if kind == "Tensor" else numpy_dtype(dtype)
+    length = math.prod(shape)
+    if not length * storage.itemsize == nbytes == len(memory[start : start + nbytes]):
+        raise ValueError("a shape that its memory does not have")
     if kind == "Tensor":
+        if 1 + sum(step * (side - 1) for step, side in zip(strides, shape, strict=True)) != length:
+            raise ValueError("a tensor with gaps")
         tensor = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device="cpu")
         np.copyto(memory_of(tensor), memory[start : start + nbytes])
         return tensor
@@ -115,7 +127,8 @@ def _restored(memory: Bytes, note: Any) -> Any:
 
 def _memory_of_plain(tensor: torch.Tensor) -> Bytes:
     """The memory of a tensor; raises TypeError if its memory or state is special."""
-    is_plain_one = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    is_plain_one = tensor.device.type == "cpu" and str(tensor.dtype)[6:] in TENSOR_STORAGE
+    is_plain_one = is_plain_one and tensor.layout == torch.strided and not tensor.__dict__
     if not is_plain_one or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         raise TypeError("a tensor with a device, layout or history of its own")
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():

@@ -163,3 +163,63 @@ def test_the_answer_is_the_library_s_own(name: str, tmp_path: Path, reader: Job)
     """The same pixels or the same error, at each access, from memory and from disk; the process goes on."""
     (tmp_path / "image").write_bytes(FILES[name]())
     assert reader.ask(answers, str(tmp_path / "image")) == [10] * len(READERS)
+
+
+def small(content: bytes, resized: bool) -> Any:
+    """What can be seen of an image that is loaded, and shrunk if that is asked for."""
+    image = Image.open(io.BytesIO(content))
+    pixels = np.asarray(image.resize((9, 9)) if resized else image).tobytes()
+    return pixels, image.mode, image.size, image.filename, image.tile, image.fp is None, image.info
+
+
+def with_attributes(**attributes: Any) -> Callable[[Any, Any], Any]:
+    return lambda array, note: (array, (*note[:2], {**note[2], **attributes}, *note[3:]))
+
+
+FORGED: dict[str, Callable[[Any, Any], Any]] = {
+    "no note": lambda array, note: (array, None),
+    "an empty note": lambda array, note: (array, ()),
+    "a number": lambda array, note: (array, 5),
+    "a part": lambda array, note: (array, note[:3]),
+    "another mode": lambda array, note: (array, ("CMYK", *note[1:])),
+    "a mode that is a list": lambda array, note: (array, ([], *note[1:])),
+    "a large size": lambda array, note: (array, (note[0], (1 << 17, 1 << 17), *note[2:])),
+    "attributes in a list": lambda array, note: (array, (*note[:2], [1], *note[3:])),
+    "no entries": lambda array, note: (array, (*note[:3], None, *note[4:])),
+    "a position before the file": lambda array, note: (array, (*note[:5], -1)),
+    "a position that is a text": lambda array, note: (array, (*note[:5], "1")),
+    "the name of a file": with_attributes(filename="/etc/hostname"),
+    "tiles": with_attributes(tile=[("raw", (0, 0, 1, 1), 0, ("L", 0, 1))]),
+    "another file": with_attributes(fp=None),
+    "no pixels": with_attributes(_im=None),
+    "sides": with_attributes(_size=(5, 5)),
+    "a palette": with_attributes(palette=1),
+    "fewer pixels": lambda array, note: (array[1:], note),
+    "more pixels": lambda array, note: (np.append(array, array), note),
+    "pixels in rows": lambda array, note: (array[None], note),
+    "pixels of another type": lambda array, note: (array.view(np.int8), note),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("mode", ["RGB", "P"])
+@pytest.mark.parametrize("resized", [False, True])
+def test_a_forged_image_is_not_believed(name: str, mode: str, resized: bool) -> None:
+    """Its file is decoded again: nothing is raised, opened or allocated."""
+    cache = DecodeCache(store := DictStore(), verify_share=0)
+    content = saved("PNG", mode)
+    expected = small(content, resized)
+    patches.meet()
+    with cache.active():
+        for number in range(4):
+            assert small(content, resized) == expected
+            if number == 2:  # its size repeats, so from now on the result is stored
+                cache.resizes.conclude()
+        for key, (array, note) in store.values.items():
+            if mode == "P" or not resized:
+                store.put(key, *FORGED[name](array, note))
+            else:
+                array, own = FORGED[name](array, note[1])
+                store.put(key, array, (note[0], own))
+        assert len(store.values) == 1
+        assert small(content, resized) == expected

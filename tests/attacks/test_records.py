@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,9 @@ import xxhash
 from fastload.cache import records
 from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.errors import CacheError
+from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.identity import Identity, digest
+from fastload.readers.results import pack
 from tests.kit.faults import leave_address_space
 from tests.kit.numbered_files import key_of
 
@@ -93,6 +97,7 @@ def read_sample(_: None, content: bytes) -> str:
 def limited() -> tuple[None, None]:
     """Starts the child of `reader`."""
     read_sample(None, array("<i8"))
+    pack(np.arange(3))  # imports torch
     leave_address_space(SPARE_BYTES)
     return None, None
 
@@ -130,6 +135,53 @@ def test_a_forged_file_is_not_stored(forge: Any, tmp_path: Path) -> None:
     assert found.array.tolist() == list(range(300))
 
 
-def test_the_tables_are_read_by_the_reader(reader: Job) -> None:
-    """What is not forged comes back, so that the two tests above say something."""
+def block(kind: str, dtype: str, shape: Any, strides: Any, origin: int = 0) -> tuple[Any, ...]:
+    """The note of a result of 64 bytes."""
+    return "\0block", kind, dtype, shape, strides, 0, 64, origin, True
+
+
+RESULTS: dict[str, Any] = {
+    "addresses as objects": block("ndarray", "|O", (8,), (8,)),
+    "a dtype that divides by zero": block("ndarray", "M8[Y/0]", (8,), (8,)),
+    "a dtype that is a function": block("Tensor", "load", (64,), (1,)),
+    "a dtype that torch imports": block("Tensor", "_dynamo", (64,), (1,)),
+    "a dtype that is a list": block("ndarray", ["|u1"], (64,), (1,)),
+    "a tensor of one byte for all": block("Tensor", "uint8", (64,), (0,)),
+    "a tensor with a terabyte between its elements": block("Tensor", "uint8", (64,), (1 << 40,)),
+    "a tensor of 8 gigabytes": block("Tensor", "uint8", (1 << 33,), (1,)),
+    "a tensor of negative sides": block("Tensor", "uint8", (-8, -8), (8, 1)),
+    "an array of one byte for gigabytes": block("ndarray", "|u1", (1 << 34,), (0,)),
+    "an array behind its memory": block("ndarray", "|u1", (64,), (1,), 32),
+    "an array before its memory": block("ndarray", "|u1", (64,), (1,), -8),
+    "an array of fewer bytes": block("ndarray", "|u1", (32,), (1,)),
+    "too few words": ("\0block",),
+    "too few words in a list": [1, ("\0block", "ndarray")],
+}
+
+
+def read_result(_: None, note: Any, path: str) -> list[Any]:
+    """What comes of a result with this note: twice, and whether something was imported."""
+    cache = DecodeCache(files := DecodedFiles(open_files(path)), verify_share=0)
+    identity = Identity((b"content", 1))
+    known: Any = files.known_as(identity, None)
+    files.put(digest("result", "kind", known.parts, ()) or b"", np.arange(64, dtype=np.uint8), note)
+    modules = set(sys.modules)
+    return [
+        *(cache.array("kind", lambda: identity, (), None, lambda: "decoded") for _ in range(2)),
+        {name for name in set(sys.modules) - modules if name.startswith("torch._dynamo")},
+    ]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_forged_note_of_a_result_is_not_believed(name: str, tmp_path: Path, reader: Job) -> None:
+    """The file is decoded again. No memory is read, written or taken as the note claims."""
+    assert reader.ask(read_result, RESULTS[name], str(tmp_path / "files")) == ["decoded"] * 2 + [set()]
+
+
+def test_the_tables_are_read_by_the_reader(reader: Job, tmp_path: Path) -> None:
+    """What is not forged comes back, so that the tests above say something."""
     assert reader.ask(read_sample, array("<i8")) == "returned array([0])"
+    for number, kind in enumerate(["ndarray", "Tensor"]):
+        note = block(kind, ["|u1", "uint8"][number], (4, 16), (1, 4))
+        found = reader.ask(read_result, note, str(tmp_path / kind))
+        assert [np.asarray(result).T.tobytes() for result in found[:2]] == [bytes(range(64))] * 2

@@ -39,6 +39,18 @@ class BrokenImages(Images):
         return self.version
 
 
+class Edited(BrokenImages):
+    """The labels of some samples are others than in an earlier state of the code."""
+
+    def __init__(self, num_samples: int, edited: Any, **options: Any) -> None:
+        super().__init__(num_samples, **options)
+        self.edited = edited
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return image, label + 100 * (index in self.edited)
+
+
 class Calling(Images):
     """Calls a function when it reads the sample `at` for the first time."""
 

@@ -35,7 +35,17 @@ from fastload.cache.inventory import lock_name, only_builder
 from fastload.cache.lmdb_store import open_store
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
 from fastload.images.folder import ImageFolder
-from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
+from tests.cache.build_zoo import (
+    BrokenImages,
+    Calling,
+    Edited,
+    OddError,
+    building,
+    die,
+    exit_codes,
+    odd,
+    refusing,
+)
 from tests.cache.zoo import BareImages, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.processes import still_running
@@ -613,6 +623,25 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).verify() == []
     assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+@pytest.mark.parametrize("key", [None, "photos-v1"])
+def test_a_build_does_not_continue_with_samples_of_other_code(key: str | None, tmp_path: Path) -> None:
+    """All samples that are read first are compared; what --force builds has none that others stored."""
+
+    def again(*edited: int, stop: int = -1, **options: Any) -> LMDBCache:
+        dataset = Edited(20, edited, stop=stop)
+        parts = fingerprint_of(dataset, key=key)
+        return build_lmdb(dataset, tmp_path / "cache", fingerprint=parts, num_workers=0, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        again(stop=15)
+    for number in (10, 19):
+        with pytest.raises(CacheMismatchError, match=f"sample {number} of the dataset differs"):
+            again(number)
+    cache: Any = again(3, force=True)
+    assert [cache.get(index)[1] for index in range(20)] == [0, 1, 2, 103, *range(4, 20)]
 
 
 def interrupt_at_once() -> None:

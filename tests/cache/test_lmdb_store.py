@@ -473,6 +473,29 @@ def test_nobody_waits_for_the_commit_of_another_process(path: str, monkeypatch: 
     assert put(store, range(1, 40)) == [*range(1, 40)]
 
 
+@pytest.mark.parametrize("state", ["filled", "after a power failure", "new"])
+def test_a_file_whose_lock_is_never_free_is_not_used(
+    state: str, path: str, lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a stopped process: a job says why it waits, at last does without, and changes nothing."""
+    monkeypatch.setattr(lmdb_file, "_QUIET_S", 0.0)
+    monkeypatch.setattr(lmdb_file, "WAIT_S", 0.01)
+    if state == "new":
+        Path(path).touch()
+    else:
+        stored(open_store(path, {"kind": "files"}), [0])
+    if state == "after a power failure":
+        Path(path + "-boot").write_text("another boot")
+    before = Path(path).read_bytes()
+    with OtherCommits(path):
+        cache = open_file_cache(f"lmdb:{path}")
+    forget_stores()
+    assert "lock" in str(problem(cache.store))
+    assert [path in line for line in lines()] == [True, True]
+    assert "stopped" in lines()[0]
+    assert Path(path).read_bytes() == before
+
+
 def test_pending_records_of_all_processes_take_a_share_of_the_free_memory(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageFilter, ImageOps, features
 from PIL.PngImagePlugin import PngInfo
+from PIL.WebPImagePlugin import WebPImageFile
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers import patches
@@ -573,6 +574,19 @@ class _Inverted(ImageFile.PyDecoder):
     def decode(self, buffer: bytes | Any) -> tuple[int, int]:
         self.set_as_raw(bytes([55]) * (3 * 64 * 64))
         return -1, 0
+
+
+def test_an_image_within_bytes_is_read(store: DictStore, cache: DecodeCache) -> None:
+    """Whoever calls Pillow's class begins anywhere; equal bytes are not equal images then."""
+    contents = []
+    for value in range(2):
+        Image.new("RGB", (9, 9), (value, 0, 0)).save(file := io.BytesIO(), "WEBP", lossless=True)
+        contents.append(file.getvalue())
+    for start in (len(contents[0]), 0):
+        file = io.BytesIO(b"".join(contents))
+        file.seek(start)
+        assert WebPImageFile(file).getpixel((0, 0))[0] == bool(start)  # type: ignore[index]
+    assert len(store.values) == 1
 
 
 def test_a_decoder_of_the_program_is_not_remembered(

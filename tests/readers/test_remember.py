@@ -143,6 +143,14 @@ class Pixels(np.ndarray):
 SHARED = np.zeros(9)
 ENDLESS: list[Any] = [SHARED]
 ENDLESS.append(ENDLESS)
+
+
+def marked(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with an attribute of the user's."""
+    vars(tensor)["label"] = 1
+    return tensor
+
+
 ODD_RESULTS: dict[str, Any] = {
     "gaps": np.zeros((4, 6))[:, ::2],
     "broadcast": np.broadcast_to(np.zeros(1), 5),
@@ -166,6 +174,7 @@ ODD_RESULTS: dict[str, Any] = {
     "a tensor with a history": torch.zeros(3, requires_grad=True),
     "sparse": torch.zeros(3).to_sparse(),
     "parameter": torch.nn.Parameter(torch.zeros(3)),
+    "a tensor with an attribute": marked(torch.zeros(3)),
     "conjugate": torch.zeros(3, dtype=torch.complex64).conj(),
 }
 
@@ -395,18 +404,39 @@ def test_the_function_is_a_function_still(path: Path, cache: DecodeCache, store:
     assert read.__doc__ == "As users write them."
 
 
-def test_scripts_have_functions_of_their_own(
-    tmp_path: Path, path: Path, cache: DecodeCache, store: DictStore
+@pytest.mark.parametrize("names", [("__main__", "__mp_main__"), ("data", "data")])
+@pytest.mark.parametrize("decorator", ["", "@keeping\n"])
+def test_each_file_has_functions_of_its_own(
+    names: tuple[str, str], decorator: str, tmp_path: Path, path: Path, cache: DecodeCache, store: DictStore
 ) -> None:
-    """All scripts are named `__main__`; in a spawned worker, the same script has another name."""
+    """All scripts are named `__main__`, and modules of two programs can share a name; decorators hide files.
+
+    In a spawned worker, the same script has another name.
+    """
     text = (
-        "import fastload, numpy as np\n\n\n@fastload.remember(version='1')\n"
-        "def read(path): return np.array([{}])\n"
+        "import fastload, numpy as np\nfrom tests.readers.test_remember import keeping\n\n\n"
+        f"@fastload.remember(version='1')\n{decorator}def read(path): return np.array([{{}}])\n"
     )
     for number in range(2):
         script = tmp_path / f"{number}.py"
         script.write_text(text.format(number))
-        for name in ("__main__", "__mp_main__"):
+        for name in names:
             function: Any = runpy.run_path(str(script), run_name=name)["read"]
             assert function(path).tolist() == [number]
             assert len(store.values) == number + 1
+
+
+def keeping(function: Any) -> Any:
+    """A decorator of another file."""
+    return functools.wraps(function)(lambda *args: function(*args))
+
+
+def test_a_method_of_an_object_is_refused() -> None:
+    """Its result depends on the object, which is no argument."""
+
+    class Photos:
+        def read(self, path: Any) -> Any:
+            return path
+
+    with pytest.raises(TypeError, match="no method of an object"):
+        fastload.remember(version="1")(Photos().read)
