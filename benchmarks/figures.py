@@ -63,6 +63,10 @@ SHOWN = {
     "worker_memory": (
         "Own memory is the USS of a forked worker: pages that no other process maps. Times are CPU times."
     ),
+    "huge_pages": (
+        "Processor time with pages of 4 KiB and of 2 MiB, which Linux was set to give shared memory. The "
+        "samples cost nothing to make, so the first epoch shows the whole price of the larger pages."
+    ),
     "lmdb": "LMDB through the page cache, after every record was read once.",
     "workers": (
         "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster."

@@ -208,7 +208,8 @@ OF_LINUX = {
     r"pidfd_open\(|pidfd_send_signal\(": "system.linux",
     r"SCM_RIGHTS\b|SOCK_SEQPACKET\b": "workers.channel",
     r"\bflock\(|\blockf\(|\.flock\b": "system.locks",
-    r"MADV_POPULATE_WRITE": "memory.segment",
+    r"MADV_POPULATE_WRITE|MADV_HUGEPAGE|MADV_COLLAPSE|SEEK_HOLE": "memory.segment",
+    r"transparent_hugepage": "system.linux",
     r"\bmallopt\(": "system.worker_memory",
     r"/sys/fs/cgroup|sys/fs/cgroup": "system.limits",
 }

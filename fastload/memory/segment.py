@@ -30,6 +30,8 @@ PAGE_BYTES = mmap.PAGESIZE
 
 # Python 3.11's mmap module has no name for it; the value is from linux/mman.h (kernel 5.14).
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25  # kernel 6.1
+HUGE_PAGE_BYTES = 2 << 20  # of processors with pages of 4 KiB; fastload uses no others
 
 
 # These errors mean that a resource is used up, not that the system lacks support for segments.
@@ -75,6 +77,7 @@ class Segment:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self._huge_in: mmap.mmap | None = None  # a mapping through which blocks become huge pages
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "fastload", sealed: bool = False) -> Segment:
@@ -152,9 +155,35 @@ class Segment:
             OSError: The memory could not be allocated.
         """
         view = memoryview(data)
+        start = offset - offset % HUGE_PAGE_BYTES
         while view:
             written = os.pwrite(self.fd, view, offset)
             view, offset = view[written:], offset + written
+        while self._huge_in is not None and start < offset:
+            self._collapse(self._huge_in, start, offset)
+            start += HUGE_PAGE_BYTES
+
+    def collapse_into(self, mapping: mmap.mmap) -> None:
+        """Let each block become a huge page as soon as `write` has filled it, if the system has them enabled.
+
+        Blocks with a hole stay small pages: as a huge page, they would take memory that nothing fills.
+
+        Args:
+            mapping: All of this segment.
+        """
+        self._huge_in = mapping if linux.has_shared_huge_pages() else None
+
+    def _collapse(self, mapping: mmap.mmap, start: int, written_to: int) -> None:
+        """Let the block at ``start`` become a huge page if it has no hole."""
+        end = start + HUGE_PAGE_BYTES
+        # Data that comes in order has a hole behind it: the block is not searched for each write.
+        places = (min(written_to, end - 1), start)
+        try:
+            if end <= self.nbytes and all(os.lseek(self.fd, at, os.SEEK_HOLE) >= end for at in places):
+                mapping.madvise(_MADV_COLLAPSE, start, HUGE_PAGE_BYTES)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:  # there is no free huge page, or the kernel cannot do it
+                self._huge_in = None
 
     def reopen(self) -> int:
         """A new descriptor with its own file description; the caller closes it.
@@ -169,7 +198,7 @@ class Segment:
 
     def close(self) -> None:
         """Close this process's descriptor; idempotent."""
-        fd, self.fd = self.fd, -1
+        fd, self.fd, self._huge_in = self.fd, -1, None
         if fd >= 0:
             os.close(fd)
 
@@ -299,6 +328,8 @@ def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> N
         return  # pages are allocated on first touch: slower, but just as correct
     nbytes = len(mapping) - start if nbytes is None else nbytes
     try:
+        if nbytes >= HUGE_PAGE_BYTES and linux.has_shared_huge_pages():
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, nbytes)
         mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):

@@ -22,6 +22,7 @@ import torch
 from fastload.device.devices import choose_backend, why_unavailable
 from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.system.humanize import readable_memory
+from fastload.system.linux import huge_pages_report
 from fastload.training.report import lines_of, memory_report
 from fastload.version import __version__
 
@@ -49,6 +50,7 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "num_usable_cpus": usable_cpus(),
         "cpu_quota": cpu_quota(),
         "shm_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
+        "huge_pages": huge_pages_report(),
         "memory": memory.as_dict(),
         "gpus": [] if gpus_note else [examine_gpu(index) for index in range(torch.cuda.device_count())],
         "gpus_note": gpus_note,

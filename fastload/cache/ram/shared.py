@@ -30,7 +30,7 @@ import contextlib
 import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -58,6 +58,7 @@ from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
@@ -222,6 +223,7 @@ class SharedMemoryCache(StoredSamples):
                 Column(leaf, numpy_dtype(dtype), tuple(shape), at)
                 for leaf, (dtype, shape, at) in zip(spec.leaves, fields["columns"], strict=True)
             ]
+            arena.segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
             self._columns = ColumnReader(spec, tuple(self._places), self.num_samples, arena.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
