@@ -24,7 +24,7 @@ from fastload.epochs import position
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.on_device import DeviceIterator, choose_device
-from fastload.epochs.runtime import explain_cache, look_at_cache, meter_of, runtime_of
+from fastload.epochs.runtime import explain_cache, look_at_cache, runtime_of
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.torch_path import torch_iterator
 from fastload.readers import patches
@@ -349,7 +349,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             look = functools.partial(look_at_cache, runtime, self.dataset)
-            iterator.clock = Clock(meter_of(self), iterator.num_workers, began_ns, look)
+            iterator.clock = Clock(runtime_of(self).meter, iterator.num_workers, began_ns, look)
         return iterator
 
     def _get_iterator(self) -> Any:
@@ -479,7 +479,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Args:
             reset: Start over at zero after this call.
         """
-        return meter_of(self).stats(reset=reset)
+        return runtime_of(self).meter.stats(reset=reset)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.

@@ -24,7 +24,7 @@ from torch.utils.data import ConcatDataset, Subset
 import fastload
 from fastload import DataLoader
 from fastload.epochs import stats
-from fastload.epochs.runtime import meter_of, runtime_of
+from fastload.epochs.runtime import runtime_of
 from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import WorkerCounters
 from tests.faults import zoo
@@ -140,7 +140,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     """The caller may go on; the other batches count, and no error and no end is a wait; workers were busy."""
     with DataLoader(datasets.Made(fails_at_5, 22), 4, **way) as loader:
         got = read_epoch(loader)
-        figures, counts = loader.stats(), meter_of(loader).counts
+        figures, counts = loader.stats(), runtime_of(loader).meter.counts
     num_errors = sum(isinstance(item, OSError) for item in got)
     assert (len(got) - num_errors, num_errors) == (5, 1)
     assert (figures.num_batches, figures.num_samples) == (5, 18)
@@ -269,7 +269,7 @@ def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
 def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
     """Two workers that were busy for 3 s together, in an epoch of 2 s."""
     loader = DataLoader(ROWS, 4)
-    meter = meter_of(loader)
+    meter = runtime_of(loader).meter
     measured = stats.Clock(meter, 2, clock[0])
     clock[0] += 2 * S
     measured.count(clock[0] - 2 * S, 4)

@@ -59,11 +59,9 @@ def _is_fetching(_: Any) -> bool:
 def _composing(real: Callable[..., Any]) -> Callable[..., Any]:
     from fastload.augmentation.torchvision_end import composed
 
-    takes_several = real.__name__ == "forward"  # v2's
-
     def call(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        if kwargs or not self.transforms or not (len(inputs) == 1 or (inputs and takes_several)):
+        if kwargs or not self.transforms or len(inputs) != 1:
             return real(self, *inputs, **kwargs)
-        return composed(self.transforms, *inputs)
+        return composed(self.transforms, inputs[0])
 
     return call

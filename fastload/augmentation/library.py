@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fastload.nested.tree import is_namedtuple
 from fastload.system.torchvision_arrays import V1_MODULE, V2_INSTEAD, V2_MODULE
 
 if TYPE_CHECKING:
@@ -112,3 +113,11 @@ class AugmentationLibrary:
             None if images must be decoded first. Otherwise an object for `call`, with a method ``explain()``,
             which says what is decoded, in one clause.
         """
+
+
+def with_first(sequence: Any, value: Any) -> Any:
+    """A tuple, namedtuple or list with another first value."""
+    values = (value, *sequence[1:])
+    if is_namedtuple(sequence):
+        return type(sequence)._make(values)
+    return values if isinstance(sequence, tuple) else list(values)

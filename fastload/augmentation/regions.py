@@ -15,9 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
-import sys
-import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
 # At the first and the last column, libjpeg-turbo upsamples the colors of a region of one column without
 # interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
 _MIN_WIDTH = 4
-# What the import writes to standard error, because it also looks for codecs of GPUs.
-_NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
 
 
 class _Decoders(threading.local):
@@ -46,8 +41,6 @@ class _Decoders(threading.local):
 
 
 _decoders = _Decoders()
-# Two concurrent imports would each take the other's file for standard error.
-_importing: dict[int, threading.Lock] = {}
 
 
 def name_of_decoder() -> str | None:
@@ -94,9 +87,7 @@ def decode_region(data: bytes | memoryview, box: Box) -> npt.NDArray[np.uint8] |
 def _codec() -> Any:
     """The module nvidia.nvimgcodec, or None."""
     try:
-        # A forked child has its own lock: a thread that held the parent's does not exist there.
-        with _importing.setdefault(os.getpid(), threading.Lock()):
-            return _import_quietly("nvidia.nvimgcodec")
+        return importlib.import_module("nvidia.nvimgcodec")
     except ImportError as error:
         log.debug("regions of JPEGs cannot be decoded: %s", error)
         return None
@@ -106,26 +97,3 @@ def _codec() -> Any:
 def _parameters() -> Any:
     codec = _codec()
     return codec.DecodeParams(apply_exif_orientation=False, color_spec=codec.ColorSpec.SRGB)
-
-
-def _import_quietly(name: str) -> Any:
-    """Import a module, and drop what it writes about GPUs to the descriptor of standard error."""
-    if name in sys.modules:
-        return sys.modules[name]
-    if sys.stderr is not None:  # as in a process without a terminal
-        sys.stderr.flush()
-    try:
-        stderr_fd = os.dup(2)
-    except OSError:  # standard error is closed
-        return importlib.import_module(name)
-    with tempfile.TemporaryFile() as written:
-        os.dup2(written.fileno(), 2)
-        try:
-            return importlib.import_module(name)
-        finally:
-            os.dup2(stderr_fd, 2)
-            os.close(stderr_fd)
-            written.seek(0)
-            for line in written:
-                if not _NOISE.search(line):  # of another thread
-                    os.write(2, line)

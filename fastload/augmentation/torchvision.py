@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastload.augmentation.library import AugmentationLibrary
-from fastload.nested.tree import is_namedtuple
+from fastload.augmentation.library import AugmentationLibrary, with_first
 from fastload.system.torchvision_arrays import V1_MODULE, V2_MODULE
 
 _PIPELINES = frozenset({"Compose", "RandomApply", "RandomChoice", "RandomOrder"})
@@ -44,10 +43,7 @@ class OfOneImage(AugmentationLibrary):
             return {**sample, "image": transform(sample["image"])}
         if not isinstance(sample, (tuple, list)) or not sample or not all(map(_is_label, sample[1:])):
             return transform(sample)
-        values = (transform(sample[0]), *sample[1:])
-        if is_namedtuple(sample):
-            return type(sample)._make(values)  # type: ignore[union-attr]
-        return values if isinstance(sample, tuple) else list(values)
+        return with_first(sample, transform(sample[0]))
 
     def image_of(self, sample: Any) -> Any:
         """The image of a dict, the first value of a tuple or list, or the sample itself."""

@@ -10,7 +10,7 @@ which calls all other steps as usual. Rules:
 2. Arguments such as `Normalize.mean` are read at every call. Nothing is written into objects of the user.
 3. This is for steps as torchvision made them. A subclass, a class or function that other code has replaced,
    a module with hooks, and what is no plain image take the ordinary way. So does whatever would raise.
-4. v2's steps can get an image with its target: what they return as it is stays as it is.
+4. An image in a container, or beside its target, takes the ordinary way through v2's steps.
 5. A plain image is Pillow's in RGB or L, an `(H, W, 3) uint8` array, or a `(3, H, W) uint8` tensor whose
    channels come last in memory, as those of Pillow's images do. Of planes, the steps take no longer.
 """
@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 
 from fastload.readers.results import memory_of
-from fastload.system.torch_private import has_hooks_or_modes, plain_tensor, pytree
+from fastload.system.torch_private import has_hooks_or_modes, plain_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,25 +44,19 @@ _NUM_LEVELS = 256
 _TINY, _MAX = 1e-37, 2.0**53  # beyond, torch and NumPy can make other floats of a number
 
 
-def composed(steps: Any, *inputs: Any) -> Any:
-    """What the steps make of one or several values, one after another."""
-    are_several = len(inputs) > 1
-    value = inputs if are_several else inputs[0]
+def composed(steps: Any, value: Any) -> Any:
+    """What the steps make of a value, one after another."""
     if type(steps) not in (list, tuple):
         for step in steps:
-            value = step(*value) if are_several else step(value)
+            value = step(value)
         return value
     number = 0
     while number < len(steps):  # as a loop over them: a step can change the list
-        is_joint = type(value) is tuple and len(value) > 1 if are_several else type(value) in _CONTAINERS
-        if is_joint:
-            fused = _fused_in(steps, number, value)
-        else:
-            fused = None if are_several else _fused(steps, number, value)
+        fused = _fused(steps, number, value)
         if fused is not None:
             value, number = fused
         else:
-            value = steps[number](*value) if are_several else steps[number](value)
+            value = steps[number](value)
             number += 1
     return value
 
@@ -87,12 +81,6 @@ _STEPS = {
 }
 _BEGIN, _OF_ARRAYS = frozenset({"planes", "rows", "image"}), frozenset({"planes", "image"})
 _SCALES = frozenset({"divide", "multiply"})
-_OF_JOINTS = frozenset({"image", "multiply"})
-_CONTAINERS = frozenset({tuple, list, dict})
-_PASS = frozenset({int, float, str, bytes, bool, type(None), torch.Tensor})  # beside an image
-_PASSING_MODULES = frozenset(
-    {f"torchvision.tv_tensors._{name}" for name in ("bounding_boxes", "mask", "keypoints")}
-)
 _ATTRIBUTES = {
     "ConvertImageDtype": {"dtype"},
     "ToDtype": {"dtype", "scale"},
@@ -189,8 +177,6 @@ def _end_at(
     number: int,
     num_channels: int,
     begun: tuple[str, ...] = (),
-    *,
-    is_joint: bool = False,
 ) -> _End | None:
     """The longest end that begins with a step, after what was begun; None if there is none of use."""
     does = [*begun]
@@ -207,8 +193,6 @@ def _end_at(
                 break
             if getattr(step, "scale", True) is not True:
                 break
-            if is_joint and type(step).__name__ == "ConvertImageDtype":
-                break  # it converts masks, too
         elif known.does in ("normalize", "normalize v2"):
             if not is_float or mean or (is_image and known.does == "normalize") or "pure" in does:
                 break
@@ -217,7 +201,7 @@ def _end_at(
             if min(map(abs, step.std)) < _TINY:
                 break  # it can raise
             mean, std = tuple(step.mean), tuple(step.std)
-        elif known.does == "pure" and (not is_float or is_joint):
+        elif known.does == "pure" and not is_float:
             break
         does.append(known.does)
     is_float = does[:1] == ["planes"] or len(does) > 1
@@ -285,9 +269,7 @@ def _class_of_images() -> Any:
     return getattr(sys.modules.get("torchvision.tv_tensors"), "Image", None)
 
 
-def _fused(
-    steps: Sequence[Any], number: int, value: Any, *, is_joint: bool = False
-) -> tuple[Any, int] | None:
+def _fused(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | None:
     """What the end that begins with a step makes of an image, and the number of the step after it.
 
     None if the step is to be called.
@@ -302,7 +284,7 @@ def _fused(
     if torch.get_default_dtype() is not torch.float32 or has_hooks_or_modes():
         return None
     begun = source.begun
-    end = _end_at(steps, number, channels, begun, is_joint=is_joint)
+    end = _end_at(steps, number, channels, begun)
     if end is None or (begun and not end.mean):  # to scale takes the step no longer
         return None
     stop = number + len(end.steps) - len(begun)
@@ -310,23 +292,6 @@ def _fused(
     if key not in _tried:
         _tried[key] = _is_equal(steps[number:stop], end, source)
     return (_computed(end, source, value), stop) if _tried[key] else None
-
-
-def _fused_in(steps: Sequence[Any], number: int, value: Any) -> tuple[Any, int] | None:
-    """The same for the only image in a container, from which v2's steps return all else as it is."""
-    known, images = _class_of(type(steps[number])), _class_of_images()
-    if known is None or known.does not in _OF_JOINTS or images is None:
-        return None
-    leaves, structure = pytree.tree_flatten(value)
-    places = [place for place, leaf in enumerate(leaves) if type(leaf) in (Image.Image, images)]
-    others = {type(leaf) for leaf in leaves} - {Image.Image, images} - _PASS
-    if len(places) != 1 or not all(kind.__module__ in _PASSING_MODULES for kind in others):
-        return None
-    fused = _fused(steps, number, leaves[places[0]], is_joint=True)
-    if fused is None:
-        return None
-    leaves[places[0]], stop = fused
-    return pytree.tree_unflatten(leaves, structure), stop
 
 
 def _computed(end: _End, source: _Source, value: Any) -> torch.Tensor:

@@ -146,8 +146,6 @@ class TransformCaller:
             f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
             f"{structure_of(sample)}{advice and f'; {advice}'}",
         )
-        if not advice and (conversion := torchvision_arrays.advice_on(error, library.image_of(sample))):
-            add_note(error, f"fastload: {conversion}")
 
 
 def _without_views(output: Any, sample: Any) -> Any:

@@ -16,19 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def pin_batch(batch: Any, device: str | None = None) -> Any:
-    """``batch`` with every tensor in pinned memory, by torch's rules for nested batches."""
-    return pin_memory(batch, device)
-
-
 def pinning(device: str | None) -> Callable[[Any], Any]:
-    """A function that pins batches, in any thread, for the accelerator that is the current one now."""
+    """A function that pins batches by torch's rules, in any thread, for the current accelerator."""
     index = accelerator_index()
 
     def pin(batch: Any) -> Any:
         if index is not None:
             torch.accelerator.set_device_index(index)
-        return pin_batch(batch, device)
+        return pin_memory(batch, device)
 
     return pin
 

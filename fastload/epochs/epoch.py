@@ -24,7 +24,7 @@ from fastload.device.pinning import pinning
 from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs.iterator import EpochIterator, raise_remote
 from fastload.epochs.position import Position
-from fastload.epochs.runtime import file_cache_of, meter_of, runtime_of
+from fastload.epochs.runtime import file_cache_of, runtime_of
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.system.notes import short_repr
 from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
@@ -88,7 +88,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
             pin = functools.partial(pin_dense, backend)  # else the consumer would copy each batch
         elif self._pin_memory and loader.device is None:  # with device=, copies ahead pin memory
             pin = pinning(self._pin_memory_device)
-        pool = pool_type(plan, meter_of(loader).add, pin if pool_type.pins else None)
+        pool = pool_type(plan, runtime_of(loader).meter.add, pin if pool_type.pins else None)
         if isinstance(pool, InlinePool):
             runtime.buffers = pool.take_buffers(runtime.buffers)
         return pool if pin is None or pool.pins else PinnedPool(pool, pin, in_order=plan.in_order)

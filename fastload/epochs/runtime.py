@@ -112,7 +112,7 @@ def explain_cache(loader: Any) -> str:
         if isinstance(dataset := inside_subsets(loader.dataset)[0], CachedDataset):
             return f"cache of the dataset: {dataset.explain()}"
         return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
-    counts = meter_of(loader).copied_counts()
+    counts = runtime_of(loader).meter.copied_counts()
     if is_data_pipe(loader.dataset):
         so_far = ["nothing is remembered, because torch's own loader reads DataPipes"]
     elif not counts.num_batches and not counts.cache_misses:
@@ -158,8 +158,3 @@ def look_at_cache(runtime: LoaderRuntime, dataset: Any, has_ended: bool) -> None
     why = reasons.complaint(type(dataset).__name__, *amounts, unread=unread, before=before.miss_reasons)
     if why is not None:
         say_once(f"cache: {why}")
-
-
-def meter_of(loader: Any) -> Meter:
-    """The figures of this loader in this process."""
-    return runtime_of(loader).meter

@@ -15,7 +15,7 @@ import torch
 from fastload.batch.failures import FailureCount
 from fastload.epochs.iterator import EpochIterator, raise_remote
 from fastload.epochs.position import Position
-from fastload.epochs.runtime import file_cache_of, meter_of, runtime_of
+from fastload.epochs.runtime import file_cache_of, runtime_of
 from fastload.memory.lease import BufferPool
 from fastload.system import torch_private
 from fastload.workers.batch_maker import BatchMaker
@@ -52,7 +52,7 @@ def torch_iterator(
     iterator = TorchIterator(twin)
     iterator.owner, iterator.reason, iterator.file_cache = weakref.ref(loader), reason, file_cache
     iterator.failures = FailureCount(loader, runtime_of(loader).failed_samples)
-    iterator.num_workers, iterator.count = loader.num_workers, meter_of(loader).add
+    iterator.num_workers, iterator.count = loader.num_workers, runtime_of(loader).meter.add
     return iterator
 
 

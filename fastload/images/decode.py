@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import io
-import operator
 import os
 import re
 import warnings
@@ -26,6 +25,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from fastload.errors import ImageReadError
 from fastload.images.geometry import ORIENTATIONS, ImageHeader, apply_orientation
 from fastload.images.jpeg import opencv_pixels
+from fastload.system.checks import check_size
 from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def decode(
         path: For errors.
         size: As for `read_image`.
     """
-    size = check_size(size)
+    size = None if size is None else check_size(size)
     return _opened(source, path, lambda image: _read(image, size))
 
 
@@ -168,28 +168,6 @@ def _opened(source: Source, path: str | os.PathLike[str], read: Callable[[Image.
         raise  # the cause is this process's memory; or the user made an error of the warning
     except Exception as error:  # codecs raise many types: SyntaxError, struct.error, IndexError ...
         raise ImageReadError(path, _reason(source, error)) from error
-
-
-def check_size(size: object) -> int | tuple[int, int] | None:
-    """Check ``size`` and return it as plain ints.
-
-    Raises:
-        TypeError: if it is not None, an int or a pair of ints.
-        ValueError: if a side is not positive.
-    """
-    if size is None:
-        return None
-    sides = size if isinstance(size, (tuple, list)) else (size,)
-    expected = f"size must be None, an int or (height, width), got {size!r}"
-    try:
-        numbers = [operator.index(side) for side in sides]
-    except TypeError:
-        raise TypeError(expected) from None
-    if sides is size and len(numbers) != 2:
-        raise TypeError(expected)
-    if min(numbers) < 1:
-        raise ValueError(f"size must be at least 1 pixel, got {size!r}")
-    return (numbers[0], numbers[1]) if sides is size else numbers[0]
 
 
 def _quieten() -> None:

@@ -23,10 +23,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.images.decode import DECODE_VERSION, check_size, decode, read_file
+from fastload.images.decode import DECODE_VERSION, decode, read_file
 from fastload.images.listing import DIGEST_BYTES, list_folder
 from fastload.images.remote import RemoteFiles
-from fastload.system.checks import as_path
+from fastload.system.checks import as_path, check_size
 from fastload.system.paths import is_url, local_path
 from fastload.system.torchvision_arrays import reject_arrays
 
@@ -99,7 +99,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
         self.root = os.path.expanduser(as_path("root", root))
         self.transform = transform
-        self.size = check_size(size)
+        self.size = None if size is None else check_size(size)
         if size is not None and not decode:
             raise ValueError(f"size={size!r} resizes decoded images: omit it, or decode=False")
         self.decode = decode

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import os
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +131,27 @@ def as_path(name: str, value: Any) -> str:
     if not isinstance(path, str):
         raise TypeError(f"{name} should be a path, as a str or a pathlib.Path, but got {short_repr(value)}")
     return path
+
+
+def check_size(size: Any) -> int | tuple[int, int]:
+    """A user's size as plain ints: one side, or height and width.
+
+    Raises:
+        TypeError: It is not one or two ints.
+        ValueError: A side has no pixel.
+    """
+    is_pair = isinstance(size, Sequence) and not isinstance(size, (str, bytes))
+    try:
+        numbers = [operator.index(side) for side in (size if is_pair else [size])]
+    except TypeError:
+        numbers = []
+    if len(numbers) != 1 + is_pair:
+        raise TypeError(
+            f"size should be an int, or the height and the width, two ints, but got {size!r:.200}"
+        )
+    if min(numbers) < 1:
+        raise ValueError(f"size should be at least 1 pixel, but got {size!r}")
+    return (numbers[0], numbers[1]) if is_pair else numbers[0]
 
 
 def check_iterable(name: str, value: Any, items: str) -> None:

@@ -61,14 +61,9 @@ def cgroup_directories(controller: str, root: str | Path = "/") -> Iterator[tupl
 
 def too_many_files() -> str:
     """Why a descriptor was not received, with the limit and the remedy."""
-    return (
-        f"because this process has reached its limit on open files: {limit_on_files()}. Raise the limit, or "
-        "close files"
-    )
-
-
-def limit_on_files() -> str:
-    """The limit on open files, and how far it can be raised, as a clause."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     maximum = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
-    return f"RLIMIT_NOFILE is {soft:,} and can be raised {maximum} (ulimit -n)"
+    return (
+        f"because this process has reached its limit on open files: RLIMIT_NOFILE is {soft:,} and can be "
+        f"raised {maximum} (ulimit -n). Raise the limit, or close files"
+    )

@@ -54,18 +54,3 @@ def _first_step(transform: Any) -> str:
     if steps is None:
         return name
     return next((_first_step(step) for step in steps if not _NOT_OF_IMAGES.search(type(step).__name__)), "")
-
-
-def advice_on(error: Exception, image: Any) -> str:
-    """How to call the transform that raised an error over an array; empty if it was none of torchvision's."""
-    trace = error.__traceback__
-    if trace is None or not isinstance(image, np.ndarray):
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    if not trace.tb_frame.f_globals.get("__name__", "").startswith("torchvision.transforms."):
-        return ""
-    return (
-        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
-        "a function that returns the sample, or use those of torchvision.transforms.v2, with ToImage() first"
-    )

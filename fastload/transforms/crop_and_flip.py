@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import torch
 
 from fastload.device.devices import copy_parameters
 from fastload.rng.batch_draws import draw_uniforms
+from fastload.system.checks import as_int
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.image_transform import (
     NUMPY_DTYPES,
@@ -136,10 +136,7 @@ class RandomCrop(ImageTransform):
     ) -> None:
         super().__init__(layout, key)
         self.size = height_and_width(size)
-        try:
-            self.padding = operator.index(padding)
-        except TypeError:
-            raise TypeError(f"padding should be an int, but got {padding!r:.200}") from None
+        self.padding = as_int("padding", padding)
         if self.padding < 0:
             raise ValueError(f"padding should be at least 0 pixels, but got {padding}")
         if padding_mode not in ("constant", "reflect"):

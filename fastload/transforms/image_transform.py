@@ -6,7 +6,6 @@ The layout is never guessed: if the shape fits both layouts, the user must name 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 from fastload.images.geometry import IMAGE_CHANNELS, fitting_layouts
 from fastload.memory.lease import current_allocator
 from fastload.nested.tree import map_device_leaves
+from fastload.system.checks import check_size
 
 LAYOUTS = ("auto", "HWC", "CHW")
 # Tensors of these dtypes are NumPy's arrays, too.
@@ -191,24 +191,9 @@ def fill_values(fill: float | Sequence[float], pixels: torch.Tensor) -> torch.Te
 
 
 def height_and_width(size: Any) -> tuple[int, int]:
-    """Height and width from one or two ints.
-
-    Raises:
-        TypeError: It is not one or two ints.
-        ValueError: A side has no pixel.
-    """
-    sizes = tuple(size) if isinstance(size, Sequence) and not isinstance(size, (str, bytes)) else (size, size)
-    try:
-        numbers = tuple(operator.index(number) for number in sizes)
-    except TypeError:
-        numbers = ()
-    if len(numbers) != 2:
-        raise TypeError(
-            f"size should be an int, or the height and the width, two ints, but got {size!r:.200}"
-        )
-    if min(numbers) < 1:
-        raise ValueError(f"size should be at least 1 pixel, but got {size!r}")
-    return numbers[0], numbers[1]
+    """Height and width from one or two ints; raises as `check_size`."""
+    sides = check_size(size)
+    return (sides, sides) if isinstance(sides, int) else sides
 
 
 def range_of(name: str, values: Any, maximum: float = math.inf) -> tuple[float, float]:

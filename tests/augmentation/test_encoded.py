@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import os
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -21,9 +18,6 @@ from PIL import Image
 from fastload.augmentation import regions
 from fastload.augmentation.encoded import EncodedImage
 from fastload.images.decode import decode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KINDS = ["4:4:4", "4:2:2", "4:2:0", "progressive", "restarts", "optimized", "rgb", "grey", "cmyk"]
 OTHERS = ["png", "webp", "tiff", "gif"]
@@ -144,43 +138,3 @@ def test_threads_and_forks_decode_boxes(is_shared: bool) -> None:
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_threads_import_the_decoder_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at a time would each take the other's file for standard error."""
-    both, running, most = threading.Event(), 0, 0
-
-    def slow_import(_name: str) -> str:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        if running == 2:
-            both.set()
-        both.wait(0.2)  # if nothing keeps them apart, the second one begins meanwhile
-        running -= 1
-        return "codec"
-
-    monkeypatch.setattr(regions, "_import_quietly", slow_import)
-    regions._codec.cache_clear()
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda _: regions._codec(), range(2)))
-    regions._codec.cache_clear()
-    assert found == ["codec"] * 2
-    assert most == 1
-
-
-@pytest.mark.parametrize("stream", [None, io.StringIO()])
-def test_a_quiet_import(stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """The codec's lines about GPUs are left out, lines of others are not; sys.stderr may be None."""
-    text = "import os\nos.write(2, b'nvImageCodec: no nvjpeg\\nof another thread\\n')\n"
-    (tmp_path / "noisy_codec.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "stderr", stream)
-    importlib.invalidate_caches()
-    before = os.fstat(2).st_ino, os.fstat(2).st_dev
-    try:
-        regions._import_quietly("noisy_codec")
-    finally:
-        sys.modules.pop("noisy_codec", None)
-    assert capfd.readouterr().err == "of another thread\n"
-    assert (os.fstat(2).st_ino, os.fstat(2).st_dev) == before

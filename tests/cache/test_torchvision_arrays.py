@@ -141,37 +141,3 @@ def test_torchvision_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("To") and name != "ToPureTensor":
             takes_arrays = np.ndarray in cls._transformed_types
             assert takes_arrays == (name in torchvision_arrays._TAKE_ARRAYS), name
-
-
-def old_transform() -> Any:
-    """As torchvision's first transforms: from a module of its package, for PIL images and tensors."""
-    module = types.ModuleType("torchvision.transforms.functional")
-    exec(  # the error must come from a module of that name
-        "def flip(image):\n    raise TypeError(f'Unexpected type {type(image)}')\n", vars(module)
-    )
-    return module.flip  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "wrapped", [lambda flip: flip, lambda flip: lambda sample: (flip(sample[0]), sample[1])]
-)
-def test_an_error_of_torchvisions_first_transforms_says_how_to_convert(wrapped: Any) -> None:
-    """They take neither a sample nor its array: a note has the two ways."""
-    dataset = CachedDataset(Made(lambda index: (IMAGE, 3)), wrapped(old_transform()))
-    with pytest.raises(TypeError, match="Unexpected type") as caught:
-        dataset[0]
-    note = "".join(caught.value.__notes__)
-    assert "PIL.Image.fromarray(image)" in note
-    assert "torchvision.transforms.v2" in note
-
-
-def test_other_errors_get_no_advice_about_torchvision() -> None:
-    """An error of the user's own function, and one over a sample without arrays."""
-
-    def fail(sample: Any) -> Any:
-        raise TypeError("no")
-
-    for function, sample in ((fail, (IMAGE, 3)), (old_transform(), (3, "a"))):
-        with pytest.raises(TypeError) as caught:
-            CachedDataset(Made(lambda index, sample=sample: sample), function)[0]
-        assert "torchvision" not in "".join(caught.value.__notes__)

@@ -220,7 +220,7 @@ def pinned_in(pretend_accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> list
         return [part.clone() for part in batch]
 
     pretend_accelerator()
-    monkeypatch.setattr(pinning, "pin_batch", pin)
+    monkeypatch.setattr(pinning, "pin_memory", pin)
     return threads
 
 

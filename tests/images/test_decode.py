@@ -173,7 +173,7 @@ def test_a_palette_is_resized_between_colours(tmp_path: Path) -> None:
 def test_impossible_sizes_are_named(error: type[Exception], sizes: list[Any]) -> None:
     """Before the file is opened."""
     for size in sizes:
-        with pytest.raises(error, match="size must be"):
+        with pytest.raises(error, match="size should be"):
             read_image("missing.jpg", size)
 
 

@@ -179,7 +179,7 @@ def test_samples_are_those_of_read_image(tmp_path: Path) -> None:
     assert (label, type(label)) == (1, int)
     assert ImageFolder(tmp_path, size=8)[0][0].shape == (8, 12, 3)
     assert ImageFolder(tmp_path, size=(5, 7))[0][0].shape == (5, 7, 3)
-    with pytest.raises(ValueError, match=r"^size must be at least 1 pixel, got 0$"):
+    with pytest.raises(ValueError, match=r"^size should be at least 1 pixel, but got 0$"):
         ImageFolder(tmp_path, size=0)
 
 

@@ -182,7 +182,7 @@ def test_memory_that_cannot_be_pinned(
 ) -> None:
     """The batch is repeated that could not be copied to pinned memory."""
     pretend_accelerator()
-    monkeypatch.setattr(pinning, "pin_batch", lambda batch, device: _fail_at(batch))
+    monkeypatch.setattr(pinning, "pin_memory", lambda batch, device: _fail_at(batch))
     with loader_of(mode, pin_memory=True) as loader:
         taken = taken_until_error(iter(loader), UserError)
         state = loader.state_dict()

@@ -10,8 +10,8 @@ import torch
 from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
 from fastload.augmentation.albumentations.pipelines import is_of_albumentations, only_reads
 from fastload.augmentation.albumentations.targets import check_moved
-from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
-from fastload.nested.tree import is_namedtuple, structure_of
+from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass, with_first
+from fastload.nested.tree import structure_of
 
 if TYPE_CHECKING:
     from fastload.augmentation.albumentations.crop import CropInDecoder
@@ -109,7 +109,8 @@ class Albumentations(AugmentationLibrary):
                 "an albumentations transform takes an image array, a tuple that starts with one, or a dict "
                 f'with "image"; the dataset returned {structure_of(sample)}'
             )
-        return _call_with_first(transform, sample)
+        check_moved(transform, sample)
+        return with_first(sample, transform(image=sample[0])["image"])
 
     def image_of(self, sample: Any) -> Any:
         """The target `image` of a dict, the first value of a tuple or list, or the sample itself."""
@@ -151,15 +152,3 @@ class Albumentations(AugmentationLibrary):
         from fastload.augmentation.albumentations.crop import CropInDecoder  # here: it imports Pillow
 
         return CropInDecoder(pipeline)
-
-
-def _call_with_first(transform: Any, sample: Any) -> Any:
-    """Transform the image that a tuple or list starts with; the rest stays."""
-    check_moved(transform, sample)
-    image, *rest = sample
-    values = (transform(image=image)["image"], *rest)
-    if type(sample) is tuple:
-        return values
-    if is_namedtuple(sample):
-        return type(sample)._make(values)
-    return values if isinstance(sample, tuple) else list(values)
