@@ -125,7 +125,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a lambda": (
         lambda _: fastload.remember("1")(lambda path: path),
-        "function should be one that has a name (by `def`), but got <function",
+        "function should be one that has a name (by `def`), and no method of an object, but got <function",
     ),
     "path of an image": (
         lambda _: fastload.read_image(3.0),  # type: ignore[arg-type]
