@@ -202,6 +202,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         max_worker_restarts: int = 0,
         cache: str | None = None,
     ) -> None:
+        if isinstance(batch_size, str):  # torch's message would show it as if it were a number
+            raise ValueError(f"batch_size should be an int, but got {batch_size!r}")
         if num_workers != "auto" and not _is_number_of_workers(num_workers):
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
         if generator is not None and not isinstance(generator, torch.Generator):

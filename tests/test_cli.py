@@ -526,7 +526,7 @@ def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path)
     error = json.loads(result.stdout)
     assert (result.exit_code, error["type"]) == (1, "ValueError")
     assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
-    assert 'on_error="skip" leaves out' in error["error"]
+    assert "--on-error skip) leaves out" in error["error"]
     assert f"fastload: error: {error['error']}\n" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -30,6 +30,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda _: DataLoader(DATA, num_workers=2.0),  # type: ignore[arg-type]
         'num_workers should be an int or "auto", but got 2.0',
     ),
+    "batch_size": (
+        lambda _: DataLoader(DATA, batch_size="32"),  # type: ignore[arg-type]
+        "batch_size should be an int, but got '32'",
+    ),
     "set num_workers": (
         lambda _: setattr(DataLoader(DATA), "num_workers", 2.0),
         "num_workers should be set to an int, but got 2.0",
@@ -121,7 +125,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a lambda": (
         lambda _: fastload.remember("1")(lambda path: path),
-        "function should be one that has a name (by `def`), but got <function",
+        "function should be one that has a name (by `def`), and no method of an object, but got <function",
     ),
     "path of an image": (
         lambda _: fastload.read_image(3.0),  # type: ignore[arg-type]

@@ -77,7 +77,9 @@ class Failure(NamedTuple):
         if get_worker_info() is not None:
             notes.append(f"raised in a worker process:\n{''.join(traceback.format_exception(error))}")
         if not isinstance(error, _NEVER_LEFT_OUT):
-            notes.append('on_error="skip" leaves out samples that cannot be read')
+            notes.append(
+                'on_error="skip" (in a command, --on-error skip) leaves out samples that cannot be read'
+            )
         if get_worker_info() is not None:
             try:
                 pickle.loads(pickle.dumps(error))

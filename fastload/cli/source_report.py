@@ -73,8 +73,8 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
         "loader": of_pixels and f"fastload.DataLoader(dataset, ..., cache={of_pixels})",  # random ones, too
     }
-    lines = [f"use {report['use']}"]
-    if of_pixels:
+    lines = [f"use {report['loader' if problem and of_pixels else 'use']}"]
+    if of_pixels and not problem:
         lines.append(f"or keep your own dataset, such as torchvision's: {report['loader']}")
     how = f"{f'{readable_size(files)} as files, ' if files else ''}estimated from {len(chosen):,}"
     lines.append(f"{num_samples:,} samples take {readable_size(decoded)} decoded, {how}")

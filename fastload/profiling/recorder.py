@@ -120,9 +120,9 @@ class Profile:
         self._undo.close()
         if self._sampler is not None:
             self._sampler.stop()
-        patches.release(self)
-        for record in self._records.values():
-            patches.release(record.counter)
+        for holder in (self, *(record.counter for record in self._records.values())):
+            if holder is not None:
+                patches.release(holder)
         machine = Machine(worthwhile_cpus(), busy_share(before, after), others_share(before, after))
         try:
             sums, counts = read_sums(self._folder)

@@ -203,7 +203,7 @@ def test_fill_names_the_sample_and_how_to_go_on(num_workers: int) -> None:
         ds.fill(num_workers, progress=False)
     assert "Caught" not in str(caught.value)
     notes = caught.value.__notes__
-    assert 'on_error="skip" leaves out samples that cannot be read' in notes
+    assert 'on_error="skip" (in a command, --on-error skip) leaves out samples that cannot be read' in notes
     assert "in sample 3 of the dataset, 3.jpg" in notes
     assert any("raised in a worker process" in note for note in notes) == (num_workers > 0)
     assert ds.fill(num_workers, progress=False, **SKIP).num_cached == len(ds) - 1

@@ -414,6 +414,13 @@ def test_the_memory_that_is_predicted_is_taken(
     forget_stores()
 
 
+def test_a_loader_that_has_a_cache_is_profiled() -> None:
+    """Nothing of its files is counted: the cache counts them."""
+    (found,) = profiled(make("fastload", zoo.Quick(), 0, cache="ram:64M")).loaders
+    assert (found.num_batches > 0, found.file_bytes) == (True, None)
+    forget_stores()
+
+
 def fit_with_lightning(*args: Any) -> None:
     """Two epochs of a model that learns nothing."""
     # Here and last, because its 134 MB make each later fork slower.
