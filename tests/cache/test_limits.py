@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.no_cache import NoCache
+from fastload.cache.sample_cache import NoCache
 from fastload.cache.ram.arena import TABLE_AT, Arena
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import SharedMemoryError
