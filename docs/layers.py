@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1471, 1050),
     "workers": (1790, 1150),
     "batch": (1135, 800),
-    "cache": (4083, 2600),
+    "cache": (3845, 2600),
     "readers": (1510, 1200),
     "images": (709, 600),
     "augmentation": (892, 800),

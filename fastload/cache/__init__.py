@@ -6,7 +6,7 @@ Read from the bottom up: `records` (values as bytes), `store` (what keeps record
 (stores in shared memory), `inventory` (the files of caches), `finished` (a whole one); `sources` and
 `random_check` (what samples are read from), `fill` (workers that read and store), `file_cache` (what is
 cached by file instead of by sample), `build` (fills a file and finishes it); then `dataset` (the user's
-object), `open_cache` (chooses and opens a cache), `no_cache` and `transform`.
+object), `open_cache` (chooses and opens a cache) and `transform`.
 """
 
 from typing import TYPE_CHECKING

@@ -27,7 +27,7 @@ from fastload.batch.access import expect, expects, positions_of
 from fastload.batch.failures import FailedSample
 from fastload.cache.fill import FillOptions, fill
 from fastload.cache.finished import LMDBCache
-from fastload.cache.no_cache import NoCache
+from fastload.cache.sample_cache import NoCache
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -247,29 +247,24 @@ class CachedDataset(Dataset[Any]):
         return self._num_samples
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _DECIDED and "_has_warned" in vars(self):  # the last attribute that the constructor sets
-            raise ValueError(
-                f"{name} should not be set after {type(self).__name__} is initialized, because it decides "
-                "which samples are stored: make a new one (transform can be set)"
-            )
-        if (
-            type(self) is CachedDataset  # a subclass can have attributes of the same names
-            and "_has_warned" in vars(self)
+        is_made = "_has_warned" in vars(self)  # the last attribute that the constructor sets
+        is_inner = (
+            is_made
+            and type(self) is CachedDataset  # a subclass can have attributes of the same names
             and not (name.startswith("_") or name in vars(self) or hasattr(CachedDataset, name))
             and name not in _NOT_FORWARDED
             and hasattr(self.dataset, name)
-        ):
-            if self._stores:
-                raise AttributeError(
-                    f"{name} is an attribute of the dataset, of type {type(self.dataset).__name__}, and "
-                    "cached samples do not change with it: set it before the dataset is cached, or, for "
-                    f"samples that are read from now on, set dataset.{name} of this {type(self).__name__}",
-                    name=name,
-                    obj=self,
-                )
+        )
+        if is_inner and not self._stores:
             setattr(self.dataset, name, value)
-            return
-        super().__setattr__(name, value)
+        elif is_inner or (is_made and name in _DECIDED):
+            text = (
+                f"{name} should not be set after {type(self).__name__} is initialized, because samples that "
+                "are stored do not change with it: set it before, and make a new one (transform can be set)"
+            )
+            raise AttributeError(text, name=name, obj=self)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a
@@ -349,13 +344,8 @@ class CachedDataset(Dataset[Any]):
             position += self._num_samples
         sample = self.cache.get(position)
         if sample is None:
-            return self._read(position)
+            return self._read_and_store(position)[0]
         cache_counts.hits += 1
-        return sample
-
-    def _read(self, index: int) -> Any:
-        """Read the sample from its source, and store it if `max_memory` allows it."""
-        sample, _ = self._read_and_store(index)
         return sample
 
     def _store(self, index: int) -> bool:
@@ -386,8 +376,14 @@ class CachedDataset(Dataset[Any]):
                     f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
-        if drawn:
-            self._warn_of_draws(index, drawn)
+        if drawn and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "cache: sample %d of the dataset is random (drawn from %s). Such samples are not cached, but "
+                "read anew on every access. Move the random part of the dataset to transform=",
+                index,
+                ", ".join(drawn),
+            )
         if drawn or restore is None:
             return read_only_views(fresh), bool(drawn)
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
@@ -398,16 +394,6 @@ class CachedDataset(Dataset[Any]):
             raise
         self.cache.put(index, sample)
         return sample, False
-
-    def _warn_of_draws(self, index: int, generators: list[str]) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "cache: sample %d of the dataset is random (drawn from %s). Such samples are not cached, but "
-                "read anew on every access. Move the random part of the dataset to transform=",
-                index,
-                ", ".join(generators),
-            )
 
     @property
     def _expect(self) -> Callable[[Sequence[int]], None] | None:

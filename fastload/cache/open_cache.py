@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.build import build_lmdb, compared, first_differing
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, why_private
 from fastload.cache.finished import LMDBCache
-from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import shared
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.random_check import probe
 from fastload.cache.records import encode
-from fastload.cache.sample_cache import SampleCache
+from fastload.cache.sample_cache import NoCache, SampleCache
 from fastload.cache.sources import MappedDataset, encoded_source
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheMismatchError, SharedMemoryError

@@ -1,4 +1,4 @@
-"""SampleCache: the base class of caches.
+"""SampleCache: the base class of caches, and NoCache, which stores nothing.
 
 A cache pickles as a handle, which becomes an empty cache where it cannot be reached. `copy.deepcopy` returns
 the same cache.
@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,11 +28,14 @@ class SampleCache(ABC):
         num_samples: Number of samples of the dataset.
         max_bytes: Maximum size; None if it has no limit.
         layout: How samples are stored, in one word.
+        place: Where they are.
+        reason: Why this cache is in use.
     """
 
     num_samples: int
     max_bytes: int | None = None
     layout: str
+    place = reason = ""
 
     @property
     @abstractmethod
@@ -48,9 +53,16 @@ class SampleCache(ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    @abstractmethod
+    @property
+    def parts(self) -> dict[str, str] | None:
+        """Of the fingerprint of the samples, by name; None if there is none."""
+        return None
+
     def explain(self) -> str:
-        """Why this cache is in use, and the parts of its fingerprint."""
+        """Where the samples are, how many, why this cache is in use, and the parts of its fingerprint."""
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
+        size = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        return f"{self.place}, {size}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored and that `put` might accept, ascending."""
@@ -85,3 +97,28 @@ class SampleCache(ABC):
 
     def close(self) -> None:  # noqa: B027 - not every cache holds something
         """Release this process's resources; samples that were handed out stay valid."""
+
+
+class NoCache(SampleCache):
+    """No cache: every access reads the dataset.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        reason: Why, as a readable clause.
+    """
+
+    num_cached, nbytes = 0, 0
+    layout = "none"
+
+    def __init__(self, num_samples: int, reason: str) -> None:
+        self.num_samples, self.reason = num_samples, reason
+
+    def explain(self) -> str:
+        """Why there is no cache."""
+        return f"no cache, because {self.reason}: every access reads the dataset"
+
+    def __contains__(self, index: object) -> bool:
+        return False
+
+    def get(self, index: int) -> None:
+        """None: nothing is stored."""

@@ -15,7 +15,6 @@ from fastload.errors import CacheCorruptError, CacheError
 from fastload.nested.leaf import TEXT_KINDS, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import build_batch, flatten
-from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,17 +56,6 @@ class StoredSamples(SampleCache):
 
     def _open(self) -> Store:
         raise CacheError("the samples were closed")
-
-    @property
-    def parts(self) -> dict[str, str] | None:
-        """Of the fingerprint of the samples, by name; None if there is none."""
-        return None
-
-    def explain(self) -> str:
-        """Where the samples are, how many, why this cache is in use, and the parts of its fingerprint."""
-        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
-        size = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
-        return f"{self.place}, {size}: {self.reason}{parts}"
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +131,7 @@ class StoredSamples(SampleCache):
 # --- a batch of records -----------------------------------------------------------------------------------
 
 
-def stack_records(records: Sequence[memoryview], allocate: Allocate, seeds: Sequence[int]) -> Any | None:
+def stack_records(records: Sequence[Any], allocate: Allocate, seeds: Sequence[int] = ()) -> Any | None:
     """The batch that default_collate would make of the samples in these records.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from fastload.cache.build import build_lmdb
-from fastload.cache.ram import registry, store, table
+from fastload.cache.ram import registry, store
 from tests.augmentation.test_encoded import noise
 from tests.cache.zoo import Images
 from tests.kit.jobs import Job
@@ -27,8 +27,8 @@ def registry_folder(tmp_path: Any, monkeypatch: Any) -> Any:
 def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of 128 KB, levels that fill up soon, and processes that look for tables at each access."""
     monkeypatch.setattr(store, "_MIN_TABLE_BYTES", 128 << 10)
-    monkeypatch.setattr(table, "_FIRST_LEVEL", 64)
-    for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
+    monkeypatch.setattr(store, "_FIRST_LEVEL", 4)
+    for name in ("_LOOK_EVERY_S", "_GROW_WAIT_S"):
         monkeypatch.setattr(store, name, 0.0)
 
 

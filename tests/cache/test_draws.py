@@ -81,6 +81,12 @@ def test_a_draw_among_few_values_is_refused(draw: Any) -> None:
             CachedDataset(Drawing(lambda number=number: draw(number)))
 
 
+def test_a_sample_that_depends_on_the_seed_of_the_job_is_refused() -> None:
+    """Without a draw: it is the same in this job, and another one in the next."""
+    with pytest.raises(NondeterministicDatasetError, match="returns a different sample"):
+        probe(Drawing(lambda: torch.initial_seed() % 12))
+
+
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [

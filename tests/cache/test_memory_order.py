@@ -16,7 +16,6 @@ import pytest
 from fastload.cache.ram import arena
 from fastload.cache.ram.arena import CURSOR_AT, TABLE_AT
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.ram.table import Table
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images
 
@@ -57,12 +56,13 @@ def test_a_row_is_complete_wherever_its_entry_is_seen(steps: list[str]) -> None:
 
 
 def test_a_record_is_complete_wherever_its_entry_leads_to_it(steps: list[str]) -> None:
-    """Nothing of it is stored before the entry is taken, and all of it before the entry leads to it."""
-    table = Table.create(1 << 20, "a name", 0)
-    steps.clear()
-    assert table.put(bytes(16), [np.arange(999)], 999 * 8)
-    stored = [name for name, _ in itertools.groupby(steps)]
-    assert stored == ["fence", "entry", "record", "fence", "entry"]
+    """All of it is stored before the entry leads to it, also where this led to another one before."""
+    fields = {"kind": "files", "name": "a name", "levels": [1], "records_at": arena.table_end(1)}
+    table = arena.Arena.create(fields | {"room_bytes": 1 << 20, "entry_bytes": 8}, 1 << 20, 0)
+    for number in range(2):
+        steps.clear()
+        assert table.put(bytes([number] * 16), [np.arange(999)])
+        assert [name for name, _ in itertools.groupby(steps)] == ["record", "fence", "entry"]
 
 
 def test_rows_are_read_where_their_entries_lead() -> None:

@@ -16,7 +16,6 @@ import pytest
 from fastload.cache.file_cache import FileCache
 from fastload.cache.ram import arena, registry
 from fastload.cache.ram import store as ram_store
-from fastload.cache.ram import table as ram_table
 from fastload.cache.ram.store import SharedStore, Use, open_store
 from fastload.cache.records import encode
 from fastload.errors import SharedMemoryError
@@ -80,15 +79,15 @@ def test_arrays_outlive_the_store() -> None:
     assert all(np.array_equal(array, array_of(number)) for number, array in enumerate(arrays))
 
 
-def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any) -> None:
-    """Through several levels, whose size follows that of the table; under 300 bytes beside the pixels."""
+def test_the_table_takes_little_memory(monkeypatch: Any) -> None:
+    """Through several levels, under 300 bytes for each file beside the pixels."""
     monkeypatch.setattr(ram_store, "_MIN_TABLE_BYTES", 16 * MB)
     store = SharedStore(16 * MB)
     pixels = np.zeros(640, np.uint8)
     numbers = range(4000)
     files = files_in(store)
     assert all(files.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
-    assert len(store._tables[0]._levels) > 3
+    assert len(store._tables[0]._levels) > 2
     stored: Any = [files.get(key_of(number)) for number in numbers]
     assert [each.note for each in stored] == [(number,) for number in numbers]
     assert all(store.get(key_of(-1 - number)) is None for number in numbers)
@@ -96,11 +95,12 @@ def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any
     assert store.nbytes / 4000 - 640 < 300
 
 
-def test_keys_that_share_their_tag_and_their_place_are_told_apart() -> None:
+def test_keys_that_share_an_entry_are_told_apart() -> None:
     """The key in the record decides; the search goes on behind another one."""
     store = shared()
-    keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(20)]
-    assert len({ram_table.home_and_tag(key) for key in keys}) == 1
+    keys = [key_of(0)[:8] + bytes([number]) + key_of(0)[9:] for number in range(20)]
+    sizes = store._tables[0].fields["levels"]
+    assert all(len({int.from_bytes(key, "little") % size for key in keys}) == 1 for size in sizes)
     files = files_in(store)
     assert all(files.put(key, np.full(9, number), number) for number, key in enumerate(keys[1:]))
     assert [stored and stored.note for stored in map(files.get, keys)] == [None, *range(19)]
@@ -148,7 +148,6 @@ def work_in_worker(store: Any, pipe: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -> None:
     """Those that they were started with, and those that it makes later on; they make none."""
-    monkeypatch.setattr(ram_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         multiprocessing.forkserver._forkserver._stop()  # it can have other limits
@@ -195,7 +194,7 @@ def test_a_pickle_that_outlives_the_process_is_the_store_of_the_machine(monkeypa
 def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> None:
     """One that comes to the same place while another writes; of the same file, either record is right."""
     one, two, write = shared(), shared(), arena.Arena.write
-    keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(3)]
+    keys = [key_of(0)[:8] + bytes([number]) + key_of(0)[9:] for number in range(3)]
 
     def meanwhile(*args: Any) -> None:
         monkeypatch.setattr(arena.Arena, "write", write)
@@ -216,7 +215,7 @@ def test_while_somebody_holds_a_lock_files_are_read_and_stored_elsewhere() -> No
     """Nobody waits long, as for a process that was stopped; when the locks are free, files are stored."""
     store = shared()
     put(store, range(5))
-    fds = [table.arena.segment.reopen() for table in store._tables]
+    fds = [table.segment.reopen() for table in store._tables]
     assert all(map(flock_fd, fds))
     assert put(store, range(10)) == right(store, range(10)) == list(range(5))
     os.close(fds.pop())
@@ -314,7 +313,7 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
 def now_s(monkeypatch: Any) -> list[float]:
     """The time of stores, which passes when a test says so."""
     now_s = [time.monotonic()]
-    monkeypatch.setattr(ram_table, "_TOUCH_EVERY_S", 0.0)
+    monkeypatch.setattr(arena, "_TOUCH_EVERY_S", 0.0)
     monkeypatch.setattr(ram_store.time, "monotonic", lambda: now_s[0])
     return now_s
 
@@ -533,7 +532,8 @@ def test_a_worker_that_cannot_map_a_table_asks_for_no_other(monkeypatch: pytest.
         function, (tables, *arguments) = store.__reduce__()
         patch.setattr(segment.Segment, "map", refuse_to_map)
         worker = function(
-            [(segment.Segment.attach(os.dup(each.fd)), fields) for each, fields in tables], *arguments
+            [arena.Arena(segment.Segment.attach(os.dup(each.segment.fd)), each.fields) for each in tables],
+            *arguments,
         )
         assert put(worker, range(3)) == []
     assert not store._tables[-1].is_short
@@ -545,8 +545,8 @@ def test_damaged_memory_is_a_miss() -> None:
     store = shared()
     put(store, range(3))
     table = store._tables[0]
-    for offset in range(table.arena._records_at + 40, table.arena._records_at + 200):
-        table.arena.segment.write(b"\xff", offset)
+    for offset in range(table._records_at + 32, table._records_at + 200):
+        table.segment.write(b"\xff", offset)
         files_in(store).get(key_of(0))
     assert files_in(store).get(key_of(0)) is None
     assert right(store, range(1, 3)) == [1, 2]

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.ram import arena, registry
+from fastload.cache.ram import registry
 from fastload.cache.ram import store as ram_store
-from fastload.cache.ram import table as ram_table
 from fastload.cache.ram.arena import Arena
 from fastload.cache.ram.store import SharedStore
 from fastload.memory.segment import Segment
@@ -33,10 +32,9 @@ STEPS = {
     (Segment, "write"),
     (Segment, "reopen"),
     (Arena, "publish"),
-    (Arena, "move"),
     (registry, "register"),
     (registry, "unregister"),
-    (arena, "_create_segment"),
+    (Arena, "create"),
 }
 
 
@@ -81,9 +79,9 @@ class StoreMachine(RuleBasedStateMachine):
     def make(self, limit: int, idle_s: float) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(ram_store, "_MIN_TABLE_BYTES", 128 * KB)
-        self.patch.setattr(ram_table, "_FIRST_LEVEL", 16)
+        self.patch.setattr(ram_store, "_FIRST_LEVEL", 4)
         self.patch.setattr(ram_store, "_IDLE_S", idle_s)
-        for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
+        for name in ("_LOOK_EVERY_S", "_GROW_WAIT_S"):
             self.patch.setattr(ram_store, name, 0.0)
         self.limit, self.keeps = limit, idle_s > 0
         self.handles = [SharedStore(limit)]
@@ -137,7 +135,7 @@ class StoreMachine(RuleBasedStateMachine):
         killed(run)
         self.stored |= set(right(self.handles[0], numbers))
         for table in self.handles[0]._tables:
-            fd = table.arena.segment.reopen()
+            fd = table.segment.reopen()
             assert flock_fd(fd)
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)

@@ -121,7 +121,7 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, shar
 def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     cache = make(dataset := RaggedImages(30), max_memory)
-    left_bytes, fitting = cache._arena._limits.used_bytes, []
+    left_bytes, fitting = cache._arena._room_bytes, []
     for index in range(30):
         nbytes = claimed_bytes(record_parts(*flatten(dataset.sample(index)), None)[1])
         if nbytes <= left_bytes:

@@ -17,7 +17,6 @@ from PIL import Image
 from fastload.cache.decoded_files import open_files
 from fastload.cache.file_cache import FileCache
 from fastload.cache.ram import store as ram_store
-from fastload.cache.ram import table as ram_table
 from fastload.cache.ram.store import SharedStore
 from fastload.readers import identity
 from fastload.readers.decode_cache import VERIFY_VARIABLE
@@ -121,9 +120,9 @@ def test_every_value_is_that_of_a_fresh_decode(
     monkeypatch.setattr(identity, "_file_systems", {})
     monkeypatch.setenv(VERIFY_VARIABLE, str(seed % 2))
     monkeypatch.setattr(ram_store, "_MIN_TABLE_BYTES", 128 * KB)
-    monkeypatch.setattr(ram_table, "_FIRST_LEVEL", 64)
+    monkeypatch.setattr(ram_store, "_FIRST_LEVEL", 4)
     monkeypatch.setattr(ram_store, "_IDLE_S", -1.0)
-    for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
+    for name in ("_LOOK_EVERY_S", "_GROW_WAIT_S"):
         monkeypatch.setattr(ram_store, name, 0.0)
     rng = random.Random(seed)
     limit = rng.choice([60 * KB, 300 * KB, MB])
@@ -174,5 +173,5 @@ def test_every_value_is_that_of_a_fresh_decode(
             assert read(cache, path, number, changes) == ""
         cache.poll()
     assert (limit < MB and seed < 6) or cache_counts.hits > hits
-    assert seed >= 6 or cache.store.nbytes <= max(limit, ram_table.MIN_TABLE_BYTES)
+    assert seed >= 6 or cache.store.nbytes <= max(limit, MB)
     cache.close()

@@ -1,23 +1,25 @@
-"""Arena: a segment of shared memory that describes itself, and the space in it, claimed under a budget.
+"""Arena: a segment of shared memory that describes itself, and the records in it, stored under a budget.
 
-What the table means is up to the cache: `shared` stores samples by index, `table` files by key. A segment
-has, in order:
+`shared` stores samples by index in one arena, `store` files by key in several. A segment has, in order:
 
     header       magic, format version; crc32 and length of the description
-    cursor       at byte 64: how much space is claimed
-    reserve      at byte 96: how much memory of the machine stays free; whether growth has stopped there;
-                 whether every process should let go of the segment
-    description  at byte 128: JSON, ASCII
-    table        at 1 MiB, entries of 8 bytes; 0 = nothing is stored
-    space        columns of uniform samples, then records one after another, aligned to 64 bytes, each after a
-                 frame: its key of 16 bytes, and its length
+    cursor       at byte 64: how much space is claimed, and the number of records
+    state        at byte 80: words of 8 bytes, see `_RESERVED` and below
+    description  at byte 192: JSON, ASCII
+    table        at 1 MiB, levels of entries of 8 bytes; 0 = nothing is stored, else the offset of a record
+    space        columns of uniform samples, then records one after another, aligned to 64 bytes, each behind
+                 a frame: its key of 16 bytes, its length, and the offset of the record that its entry led to
+                 before, or 0
 
-Rules:
+The entry of a key is its number modulo the size of the level. Keys that share an entry form a chain, the
+newest first. When there are as many records as a level has entries, the next level takes the new ones, and
+nothing moves. Rules:
 
 1. Space is claimed and never given back: the memory goes with the last process that holds the segment. The
-   claims together never exceed the limits. Before it takes memory, a process asks `can_grow`.
+   claims together never exceed the limit. Before it takes memory, a process asks `can_grow`.
 2. Processes read through a PROT_READ mapping. They write with pwrite, which reports missing memory, and then
-   publish an entry of the table. A writer that dies in between leaves an empty entry and nothing to repair.
+   publish an entry of the table. A writer that dies in between leaves nothing to repair. Of two writers that
+   publish the same entry at once, one can lose its record: the next access is a miss.
 3. The lock on claims is a try-lock, on a file description opened for this purpose: flock does not exclude
    processes that share an inherited one. A process that does not get the lock claims nothing.
 4. The descriptor is closed with the object. Views of the memory keep the mapping, and with it the memory.
@@ -26,11 +28,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import logging
-import operator
 import os
 import struct
+import sys
 import time
 import weakref
 import zlib
@@ -56,20 +58,24 @@ if TYPE_CHECKING:
 
 SEGMENT_NAME = "fastload-cache"
 CURSOR_AT = 64
-DESCRIPTION_AT = 128
+DESCRIPTION_AT = 192
 TABLE_AT = 1 << 20  # address space: unwritten pages take no memory
 ENTRY_BYTES = 8
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _MAGIC = b"FLcache\0"
-_VERSION = 10
-_CURSOR = struct.Struct("<qqqq")
+_VERSION = 11
+_CURSOR = struct.Struct("<qq")
+# Words of the state: how much memory of the machine stays free; whether growth has stopped there; whether
+# something had no room; whether every process should let go of the segment; when something was found or
+# stored last, and when a loader needed the segment last.
+_STATE_AT, _NUM_WORDS = CURSOR_AT + _CURSOR.size, 6
+_RESERVED, _HAS_STOPPED, _IS_SHORT, _IS_RETIRED, _HIT_MS, _KEPT_MS = range(_NUM_WORDS)
+_TOUCH_EVERY_S = 1.0
 # A user's limit is followed until only this share of the memory that was free is left.
 _MIN_RESERVE_SHARE = 0.05
-_RESERVE_AT = CURSOR_AT + _CURSOR.size
-_RESERVE = struct.Struct("<qqq")
-_RETIRED = (1).to_bytes(8, "little")
-_FRAME = struct.Struct("<16sQ")
+_FRAME = struct.Struct("<16sQQ")
+_MAX_CHAIN = 1000  # far more than records share an entry: damaged memory can lead around
 # The lock is held for a few microseconds, or for some time slices of a busy machine.
 _LOCK_WAIT_S = 0.1
 
@@ -90,28 +96,29 @@ def reserve_bytes(max_memory: str | float) -> int:
     return int(available_bytes() * (1 - AUTO_SHARE if max_memory == "auto" else _MIN_RESERVE_SHARE))
 
 
-# --- space -----------------------------------------------------------------------------------------------
+def table_end(num_entries: int) -> int:
+    """Where columns or records begin behind a table."""
+    return round_up(TABLE_AT + num_entries * ENTRY_BYTES, PAGE_BYTES)
+
+
+def fixed_bytes(fields: dict[str, Any]) -> int:
+    """What a segment with this description takes of its limit before anything is stored in it, at most."""
+    description_bytes = DESCRIPTION_AT + 512 + len(json.dumps(fields))
+    # Two pages, which columns and records use in part.
+    return (
+        round_up(description_bytes, PAGE_BYTES) + table_end(sum(fields["levels"])) - TABLE_AT + 2 * PAGE_BYTES
+    )
 
 
 class Cursor(NamedTuple):
-    """How much of an arena is claimed for records, or can be.
-
-    Attributes:
-        end_bytes: Where the next record begins.
-        num_records: How many there are.
-        used_bytes: What they take of the budget.
-        is_short: Whether the warning that the space is short was logged, or is unwanted.
-    """
+    """How much of an arena is claimed for records: where the next one begins, and how many there are."""
 
     end_bytes: int = 0
     num_records: int = 0
-    used_bytes: int = 0
-    is_short: int = 0
 
-    def after(self, space_bytes: int, used_bytes: int) -> Cursor:
-        """The cursor behind one more record."""
-        end_bytes, num_records = self.end_bytes + space_bytes, self.num_records + 1
-        return Cursor(end_bytes, num_records, self.used_bytes + used_bytes, self.is_short)
+    def after(self, nbytes: int) -> Cursor:
+        """The cursor behind one more record of ``nbytes``."""
+        return Cursor(self.end_bytes + claimed_bytes(nbytes), self.num_records + 1)
 
 
 class Arena:
@@ -128,19 +135,23 @@ class Arena:
         pid: The process that made it.
         created_s: When it was made, in seconds since 1970.
         max_bytes: The most memory that it takes.
+        num_entries: Of the table, in all its levels.
         inode: Of the segment; no two segments that are open have the same.
         memory: The bytes of the segment, read-only; if it cannot be mapped, those of an empty header.
         entries: The table as Python numbers; zeros that take no memory if it cannot be mapped.
         table: The same, `(num_entries,) intp`.
         is_full: Whether memory for an entry, or for the segment itself, could not be allocated.
+        is_hit: Whether this process has found or stored something since `touch`.
     """
 
     def __init__(self, segment: Segment, fields: dict[str, Any], mapping: mmap.mmap | None = None) -> None:
         self.segment, self.fields = segment, fields
         self.name, self.pid = str(fields["name"]), int(fields["pid"])
         self.created_s, self.max_bytes = float(fields["created_s"]), int(fields["max_bytes"])
-        self._records_at, self._limits = int(fields["records_at"]), Cursor(*fields["limits"])
+        self.num_entries, self._room_bytes = sum(fields["levels"]), int(fields["room_bytes"])
+        self._records_at, self._entry_bytes = int(fields["records_at"]), int(fields["entry_bytes"])
         self.inode = 0
+        self.is_hit, self._touch_at_s = False, 0.0
         self.unregister: Callable[[], object] | None = None  # takes it out of the registry
         if segment.fd >= 0:
             self.inode = os.fstat(segment.fd).st_ino
@@ -157,17 +168,18 @@ class Arena:
 
     def _use(self, mapping: mmap.mmap | None) -> None:
         """Read the segment through a mapping; nothing, if there is none."""
-        num_entries = self.fields["num_entries"]
         self.is_full = mapping is None
-        self._table_end = TABLE_AT + num_entries * ENTRY_BYTES
+        self._table_end = TABLE_AT + self.num_entries * ENTRY_BYTES
         self.memory = memoryview(bytes(DESCRIPTION_AT) if mapping is None else mapping)
-        self.table: npt.NDArray[np.intp] = np.broadcast_to(np.intp(0), num_entries)
+        self.table: npt.NDArray[np.intp] = np.broadcast_to(np.intp(0), self.num_entries)
         self.entries: Any = self.table
         if mapping is not None:
             self.entries = self.memory[TABLE_AT : self._table_end].cast("Q")
             self.table = np.frombuffer(self.entries, np.intp)
-        self._cursor = self.memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
-        self._reserve = self.memory[_RESERVE_AT : _RESERVE_AT + _RESERVE.size].cast("q")
+        self._cursor = self.memory[CURSOR_AT:_STATE_AT].cast("q")
+        self._levels: Sequence[tuple[int, int]] = ()  # that lead to records, as of `_levels_of`
+        self._level_end = 0  # how many records they can lead to
+        self._state = self.memory[_STATE_AT : _STATE_AT + _NUM_WORDS * 8].cast("q")
         self._growth = GrowthCheck(unused_bytes)  # the mapping has taken its address space already
         self._lock_wait_s = _LOCK_WAIT_S
         self._writable: tuple[mmap.mmap, memoryview] | None = None  # up to the end of the table
@@ -175,48 +187,42 @@ class Arena:
 
     @classmethod
     def create(
-        cls,
-        name: str,
-        max_bytes: int,
-        plan: Callable[[int], dict[str, Any]],
-        *,
-        min_bytes: int,
-        reserved_bytes: int,
-        sparing: bool = False,
+        cls, fields: dict[str, Any], max_bytes: int, reserved_bytes: int, *, sparing: bool = False
     ) -> Arena:
-        """A new sealed segment, smaller than ``max_bytes`` if the system demands it.
+        """A new sealed segment.
 
         Args:
-            name: Under which processes find it.
+            fields: The description: `name`, `kind`; `levels`, their sizes, ascending; `records_at` and
+                `room_bytes`, where the records lie and what they can take, each with `entry_bytes` for the
+                table; and what the cache needs; JSON.
             max_bytes: The most memory that it takes; most of it takes none yet.
-            plan: The description for a limit: `kind`, `num_entries`, `records_at`, and what can be claimed as
-                `limits`; JSON.
-            min_bytes: The smallest limit.
             reserved_bytes: Memory of the machine that it leaves free while it grows.
             sparing: As of `Segment.map`.
 
         Raises:
-            SharedMemoryError: The memory could not be allocated.
+            SharedMemoryError: The memory could not be allocated, or the system does not allow to lock it, as
+                records need it.
         """
-        wanted_bytes, reason = max_bytes, ""
-        while True:
-            fields = {"name": name, "pid": os.getpid(), "created_s": time.time(), "max_bytes": max_bytes}
-            fields |= {"id": os.urandom(8).hex(), **plan(max_bytes)}
-            try:
-                segment, mapping = _create_segment(fields, sparing=sparing)
-                break
-            except SharedMemoryError as error:
-                reason = reason or str(error)
-                max_bytes //= 2
-                if max_bytes < min_bytes:
-                    raise
-        if reason:
-            level = logging.INFO if fields.get("columns", sparing) else logging.WARNING
-            sizes = readable_size(max_bytes), readable_size(wanted_bytes)
-            log.log(level, "cache: it has a segment of %s instead of %s: %s", *sizes, reason)
-        arena = cls(segment, fields, mapping)
-        arena.leave_free(reserved_bytes)
-        return arena
+        fields = {**fields, "id": os.urandom(8).hex(), "pid": os.getpid(), "created_s": time.time()}
+        fields["max_bytes"] = max_bytes
+        text = json.dumps(fields).encode("ascii")
+        if DESCRIPTION_AT + len(text) > TABLE_AT:
+            raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
+        nbytes = fields["records_at"] + fields["room_bytes"] + ALIGNMENT_BYTES
+        segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
+        try:
+            mapping = segment.map(writable=False, sparing=sparing)
+            segment.write(text, DESCRIPTION_AT)
+            segment.write(reserved_bytes.to_bytes(8, "little"), _STATE_AT)
+            # Last: a segment without a header is not a cache.
+            segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
+            if not fields.get("columns"):  # which nobody claims
+                with flocked(segment.reopen):
+                    pass
+        except (SharedMemoryError, OSError) as error:
+            segment.close()
+            raise SharedMemoryError(f"cannot write to a new shared segment, or lock it: {error}") from error
+        return cls(segment, fields, mapping)
 
     @classmethod
     def attach(cls, segment: Segment) -> Arena:
@@ -227,7 +233,7 @@ class Arena:
             SharedMemoryError: It would take most of the address space that is left.
         """
         try:
-            return cls(segment, read_description(segment), segment.map(writable=False, sparing=True))
+            return cls(segment, _read_description(segment), segment.map(writable=False, sparing=True))
         except (CacheMismatchError, SharedMemoryError):
             segment.close()
             raise
@@ -239,18 +245,8 @@ class Arena:
         self.segment.close()
         self._use(None)
 
-    def check_lock(self) -> None:
-        """Check that space can be claimed.
-
-        Raises:
-            SharedMemoryError: The system does not allow it; the arena was closed.
-        """
-        try:
-            with flocked(self.segment.reopen):
-                pass
-        except OSError as error:
-            self.close()
-            raise SharedMemoryError(f"the system does not allow locks on shared memory: {error}") from error
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Arena, (self.segment, self.fields)  # as a segment is pickled
 
     @property
     def nbytes(self) -> int:
@@ -258,13 +254,18 @@ class Arena:
         return os.fstat(self.segment.fd).st_blocks * 512 if self.segment.fd >= 0 else 0
 
     @property
-    def cursor(self) -> Cursor:
-        """About how much is claimed now; without the lock, the figures can be of different moments."""
-        return Cursor(*self._cursor)
+    def num_records(self) -> int:
+        """How many records are stored now."""
+        return self._cursor[1]
 
-    def leave_free(self, reserved_bytes: int, *, has_stopped: bool = False) -> None:
-        """Set how much memory of the machine the cache leaves free while it grows, in all processes."""
-        self.segment.write(_RESERVE.pack(reserved_bytes, has_stopped, False)[: -len(_RETIRED)], _RESERVE_AT)
+    # --- room ---------------------------------------------------------------------------------------------
+
+    def allows(self, nbytes: int) -> bool:
+        """Whether a record of ``nbytes`` is within the limit."""
+        return self._is_within(Cursor(*self._cursor).after(nbytes))
+
+    def _is_within(self, cursor: Cursor) -> bool:
+        return cursor.end_bytes + cursor.num_records * self._entry_bytes <= self._room_bytes
 
     def can_grow(self, nbytes: int, on_stop: Callable[[int], object]) -> bool:
         """Whether the machine has memory for ``nbytes`` more, beside what the cache leaves free.
@@ -276,48 +277,21 @@ class Arena:
         Raises:
             OSError: The system has no memory left.
         """
-        reserved_bytes = self._reserve[0]
-        if self._growth.allows(self.nbytes, nbytes, reserved_bytes):
-            return True
-        if not self._reserve[1]:  # without a lock: at worst, two processes say it
-            self.leave_free(reserved_bytes, has_stopped=True)
+        if self.is_full or self._growth.allows(self.nbytes, nbytes, self._state[_RESERVED]):
+            return not self.is_full
+        if not self._state[_HAS_STOPPED]:  # without a lock: at worst, two processes say it
+            self._set(_HAS_STOPPED, 1)
             on_stop(self._growth.free_bytes)
         return False
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[Cursor | None]:
-        """The cursor, which only `move` by this caller changes meanwhile; None: others hold the lock."""
-        with flocked(self.segment.reopen, wait_s=self._lock_wait_s, failed=_lock_denied) as has_lock:
-            self._lock_wait_s = _LOCK_WAIT_S if has_lock else 0.0  # its holder may have been stopped
-            yield (
-                Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
-                if has_lock
-                else None
-            )
-
-    def move(self, cursor: Cursor) -> None:
-        """Claim the space before a cursor; only under the lock."""
-        self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
-
-    def allows(self, cursor: Cursor) -> bool:
-        """Whether a cursor is within the limits."""
-        return all(map(operator.le, cursor[:3], self._limits))
-
-    def expect_short(self) -> None:
-        """Let no process warn that the space is short."""
-        with self.locked() as cursor:
-            if cursor is not None:
-                self.move(cursor._replace(is_short=1))
-
     @property
-    def is_retired(self) -> bool:
-        """Whether every process should let go of it."""
-        return bool(self._reserve[2])
+    def is_short(self) -> bool:
+        """Whether something had no room."""
+        return bool(self._state[_IS_SHORT])
 
-    def retire(self) -> None:
-        """Let every process let go of it; the memory goes with the last one."""
-        with contextlib.suppress(OSError):
-            self.segment.write(_RETIRED, _RESERVE_AT + _RESERVE.size - len(_RETIRED))
+    def set_short(self) -> None:
+        """Let all processes know that something had no room."""
+        self._set(_IS_SHORT, 1)
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
@@ -333,58 +307,107 @@ class Arena:
                 str(error),  # the error itself would keep this frame alive in a log handler
             )
 
-    def store(
-        self,
-        key: bytes,
-        parts: Sequence[Any],
-        used_bytes: int,
-        slot: Callable[[int], int | None],
-        entry_of: Callable[[int], int] = int,
-        taken: int = 0,
-        ran_short: Callable[[], None] | None = None,
-    ) -> bool:
-        """Claim space, write a record, and publish its entry.
+    # --- the life of a segment ----------------------------------------------------------------------------
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether every process should let go of it."""
+        return bool(self._state[_IS_RETIRED])
+
+    def retire(self) -> None:
+        """Let every process let go of it; the memory goes with the last one."""
+        self._set(_IS_RETIRED, 1)
+
+    def touch(self, now_s: float) -> None:
+        """Note that this process has found or stored something since it was called last, if it has."""
+        if self.is_hit and now_s >= self._touch_at_s:
+            self._touch_at_s, self.is_hit = now_s + _TOUCH_EVERY_S, False
+            self._set(_HIT_MS, int(now_s * 1000))
+
+    def keep(self, now_s: float) -> None:
+        """Note that a loader needs it, though it may read others now."""
+        self._set(_KEPT_MS, int(now_s * 1000))
+
+    @property
+    def hit_s(self) -> float:
+        """When something was found or stored last, to a few seconds of `time.monotonic`."""
+        return self._state[_HIT_MS] / 1000
+
+    @property
+    def used_s(self) -> float:
+        """When it was hit or kept last."""
+        return max(self.hit_s, self._state[_KEPT_MS] / 1000)
+
+    def _set(self, word: int, value: int) -> None:
+        """Change a word of the state, which is only a hint."""
+        with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
+            self._words()[1][_STATE_AT // ENTRY_BYTES + word] = value
+
+    # --- records ------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> memoryview | None:
+        """The record under a key of 16 bytes; None if there is none."""
+        num_records = self._cursor[1]
+        if num_records > self._level_end:
+            self._levels = levels = self._levels_of(num_records)
+            is_last = sum(levels[0]) == self.num_entries
+            self._level_end = sys.maxsize if is_last else levels[0][1]
+        memory, entries, number, left = self.memory, self.entries, int.from_bytes(key, "little"), _MAX_CHAIN
+        for start, size in self._levels:
+            at = entries[start + number % size]
+            while at and left and self._records_at < at <= len(memory):
+                # An address that depends on the entry is read after it (see `memory.memory_model`).
+                stored_key, nbytes, before = _FRAME.unpack_from(memory, at - _FRAME.size)
+                if stored_key == key:
+                    self.is_hit = True
+                    return memory[at : at + nbytes]
+                at, left = before, left - 1
+        return None
+
+    def _levels_of(self, num_records: int) -> list[tuple[int, int]]:
+        """Start and size of the levels that so many records take, the newest first.
+
+        Reading the others would give them memory.
+        """
+        sizes = self.fields["levels"]
+        levels = list(zip(itertools.accumulate(sizes, initial=0), sizes, strict=False))
+        return levels[sum(size < num_records for size in sizes[:-1]) :: -1]
+
+    def put(self, key: bytes, parts: Sequence[Any]) -> bool:
+        """Store a record, unless it is stored; False if there is no room, or another process holds the lock.
 
         Args:
             key: Of 16 bytes.
             parts: The record.
-            used_bytes: What it takes of the budget.
-            slot: Gives the entry for a record, by the number of records; -1 if there is none, and None if the
-                record is stored. Called under the lock.
-            entry_of: Makes the entry of the record's offset.
-            taken: The entry while the record is written.
-            ran_short: Called in the first process that finds no room.
-
-        Returns:
-            False if there is no room, or another process holds the lock.
 
         Raises:
             OSError: The system has no memory left.
         """
         nbytes = sum(memoryview(part).nbytes for part in parts)
-        with self.locked() as cursor:
-            if cursor is None or (index := slot(cursor.num_records)) is None:
+        with self._locked() as cursor:
+            if cursor is None or self.find(key) is not None:
                 return cursor is not None
-            after = cursor.after(claimed_bytes(nbytes), used_bytes)
-            if index < 0 or not self.allows(after):
-                self.move(cursor._replace(is_short=1))
-                if ran_short is not None and not cursor.is_short:
-                    ran_short()
+            after = cursor.after(nbytes)
+            if not self._is_within(after):
                 return False
-            if taken:
-                self.publish(index, taken)
-            self.move(after)
+            self.segment.write(_CURSOR.pack(*after), CURSOR_AT)
+        start, size = self._levels_of(after.num_records)[0]
+        index = start + int.from_bytes(key, "little") % size
         at = self._records_at + cursor.end_bytes + ALIGNMENT_BYTES
-        self.write([_FRAME.pack(key, nbytes), *parts], at - _FRAME.size)
-        self.publish(index, entry_of(at))
+        self.write(parts, at)
+        # Last: others can have published the same entry meanwhile.
+        self.segment.write(_FRAME.pack(key, nbytes, self.entries[index]), at - _FRAME.size)
+        self.publish(index, at)
+        self.is_hit = True
         return True
 
-    def record(self, at: int, key: bytes) -> memoryview | None:
-        """The record of a key, at the offset to which an entry leads; None if it is not there."""
-        if not self._records_at < at <= len(self.memory):
-            return None
-        stored_key, nbytes = _FRAME.unpack_from(self.memory, at - _FRAME.size)
-        return self.memory[at : at + nbytes] if stored_key == key else None
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[Cursor | None]:
+        """The cursor, which only this caller changes meanwhile; None: others hold the lock."""
+        with flocked(self.segment.reopen, wait_s=self._lock_wait_s, failed=_lock_denied) as has_lock:
+            self._lock_wait_s = _LOCK_WAIT_S if has_lock else 0.0  # its holder may have been stopped
+            text = os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT) if has_lock else b""
+            yield Cursor(*_CURSOR.unpack(text)) if has_lock else None
 
     def write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another; joining them would take as much memory again.
@@ -417,17 +440,6 @@ class Arena:
         fence()
         words[place] = entry
 
-    @property
-    def words(self) -> memoryview:
-        """The header and the table as words of 8 bytes that this process can write.
-
-        A store to a page that has no memory yet can end the process with a SIGBUS.
-
-        Raises:
-            SharedMemoryError: They cannot be mapped.
-        """
-        return self._words()[1]
-
     def _words(self) -> tuple[mmap.mmap, memoryview]:
         if self._writable is None:
             pages = self.segment.map(writable=True, nbytes=self._table_end)
@@ -435,24 +447,7 @@ class Arena:
         return self._writable
 
 
-def _create_segment(fields: dict[str, Any], *, sparing: bool) -> tuple[Segment, mmap.mmap]:
-    text = json.dumps(fields).encode("ascii")
-    if DESCRIPTION_AT + len(text) > TABLE_AT:
-        raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
-    nbytes = fields["records_at"] + fields["limits"][0] + ALIGNMENT_BYTES
-    segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
-    try:
-        mapping = segment.map(writable=False, sparing=sparing)
-        segment.write(text, DESCRIPTION_AT)
-        # Last: a segment without a header is not a cache.
-        segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
-    except (SharedMemoryError, OSError) as error:
-        segment.close()
-        raise SharedMemoryError(f"cannot write to a new shared segment: {error}") from error
-    return segment, mapping
-
-
-def read_description(segment: Segment) -> dict[str, Any]:
+def _read_description(segment: Segment) -> dict[str, Any]:
     """The description in a segment.
 
     Raises:

@@ -12,10 +12,9 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
    descriptor before opening it: the owner might have reused the number, and opening a pipe or a device would
    change it (see `segment.open_in_process`).
 2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
-   leave a wrong entry alone, because the owner can register the same number again at any moment. Of another
-   PID namespace (container), nobody here knows whether the owner has ended: its entry is removed if nobody
-   there has looked it up for a week, or since the machine started. Its owner puts back what a cleaner of
-   temporary files has removed, at the end of an epoch.
+   leave a wrong entry alone, because the owner can register the same number again at any moment. Those of
+   another PID namespace (container) are ignored: nobody here can reach the owner. Its owner puts back what a
+   cleaner of temporary files has removed, at the end of an epoch.
 3. The directory belongs to this user and is closed to all other users; any other directory is rejected. No
    file in it is opened through a symbolic link.
 4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
@@ -31,7 +30,6 @@ import errno
 import logging
 import os
 import stat
-import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
-_FOREIGN_S = 7 * 24 * 3600.0  # how long an entry of another PID namespace counts
-_BOOT_SLACK_S = 60.0  # clocks are set after a machine has started
 _own: dict[Entry, Path] = {}  # entries of this process, and of those that it was forked from, and where
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
@@ -92,20 +88,13 @@ class Entry:
         """The name of the entry's file."""
         return f"{self.name}.{self.pid}.{self.started}.{self.fd}.{self.namespace}"
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process still runs; assumed for another PID namespace."""
-        return self.namespace != pid_namespace() or start_time(self.pid) == self.started
-
     def attach(self) -> Segment:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
-                PID namespace (container), or its descriptor refers to another file.
+            SharedMemoryError: The process does not let this one open its descriptors, or its descriptor
+                refers to another file.
         """
-        if self.namespace != pid_namespace():
-            raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")
         try:
             return open_in_process(
                 self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
@@ -142,7 +131,7 @@ def directory() -> Path | None:
 
 
 def entries(name: str | None = None) -> list[Entry]:
-    """Entries of live processes, of one cache or of all; entries of dead processes are removed."""
+    """Entries of live processes, of one cache or of all; those of dead ones are removed."""
     path = directory()
     if path is None:
         return []
@@ -154,9 +143,9 @@ def entries(name: str | None = None) -> list[Entry]:
     live = []
     for file_name in file_names:
         entry = Entry.parse(file_name)
-        if entry is None or (name is not None and entry.name != name):
+        if entry is None or entry.namespace != pid_namespace() or name not in (None, entry.name):
             continue
-        if entry.is_alive and not _is_over(path / file_name, entry):
+        if start_time(entry.pid) == entry.started:
             live.append(entry)
         else:
             _remove(path / file_name)
@@ -170,23 +159,6 @@ def changed_ns() -> int | None:
         return None if path is None else path.stat().st_mtime_ns
     except OSError:  # just removed
         return None
-
-
-def _is_over(path: Path, entry: Entry) -> bool:
-    """Whether the time of an entry of another PID namespace is over; renews one of this namespace."""
-    try:
-        if entry.namespace == pid_namespace():
-            os.utime(path, follow_symlinks=False)
-            return False
-        seen_s = path.lstat().st_mtime
-    except OSError:  # just removed, or a read-only disk
-        return False
-    return seen_s < max(_boot_s(), time.time() - _FOREIGN_S)
-
-
-def _boot_s() -> float:
-    """When this machine started, as the clock of files counts; too early rather than too late."""
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - _BOOT_SLACK_S
 
 
 def hold(arena: Arena) -> bool:
@@ -236,22 +208,21 @@ def live() -> list[dict[str, Any]]:
     for _, arena in arenas(known=seen):
         if not arena.is_retired:
             seen.add(arena.inode)
-            num_samples, fingerprint = arena.fields.get("num_samples"), arena.fields.get("fingerprint") or {}
+            is_by_sample = arena.fields["kind"] == "samples"
+            fingerprint = arena.fields.get("fingerprint") or {}
             about = found.setdefault(
                 arena.name,
                 {
                     "kind": arena.fields["kind"],
                     "name": arena.name,
                     **{name: fingerprint.get(name) for name in ("label", "key", "parts")},
-                    "num_samples": num_samples,
+                    "num_samples": arena.num_entries if is_by_sample else None,
                     **dict.fromkeys(("num_cached", "nbytes", "max_bytes"), 0),
                     "created_s": arena.created_s,
                 },
             )
-            is_by_sample = num_samples is not None
-            about["num_cached"] += (
-                int(np.count_nonzero(arena.table)) if is_by_sample else arena.cursor.num_records
-            )
+            num_cached = int(np.count_nonzero(arena.table)) if is_by_sample else arena.num_records
+            about["num_cached"] += num_cached
             about["nbytes"] += arena.nbytes
             about["max_bytes"] += arena.max_bytes
         arena.close()
@@ -306,11 +277,9 @@ def _add(entry: Entry) -> bool:
 
 def unregister(entry: Entry) -> None:
     """Remove an entry; does nothing in a fork of the process that made it."""
-    _own.pop(entry, None)
-    if entry.pid == os.getpid():
-        path = directory()
-        if path is not None:
-            _remove(path / entry.file_name)
+    path = _own.pop(entry, None)
+    if path is not None and entry.pid == os.getpid():
+        _remove(path / entry.file_name)
 
 
 @contextlib.contextmanager

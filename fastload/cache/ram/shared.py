@@ -3,10 +3,9 @@
 The parent makes it; the parent and its workers of every start method use it, because the cache pickles as a
 handle. Where a process cannot reach it, as when it loads a checkpoint, the handle becomes an empty cache.
 Other ranks and jobs of the same user find a cache that has a fingerprint: it is listed in the `registry`. In
-the space of the segment (see `arena`):
+the segment (see `arena`):
 
-    table        8 bytes a sample: 0 = empty, an odd number 2 * row + 1 = a uniform row, else the offset of a
-                 record
+    table        an entry for each sample: an odd number 2 * row + 1 = a uniform row, else as in all arenas
     columns      uniform samples (see `columns`), if all of them fit; row = index. If not, all are records, so
                  that any subset can be stored: small rows of a random subset would touch nearly all pages
     records      all others
@@ -27,7 +26,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
@@ -38,28 +36,26 @@ from fastload.cache.columns import Column, ColumnReader, plan_columns
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import (
-    DESCRIPTION_AT,
-    ENTRY_BYTES,
-    TABLE_AT,
     Arena,
     budget_bytes,
     claimed_bytes,
+    fixed_bytes,
     reserve_bytes,
+    table_end,
 )
-from fastload.cache.records import record_parts
-from fastload.cache.samples import StoredSamples
-from fastload.cache.store import index_key
+from fastload.cache.records import ALIGNMENT_BYTES, decode, record_parts
+from fastload.cache.sample_cache import SampleCache
+from fastload.cache.samples import stack_records
 from fastload.errors import CacheMismatchError, SharedMemoryError
-from fastload.memory.segment import PAGE_BYTES, Segment, is_for_child, is_for_other_machines, round_up
+from fastload.memory.segment import Segment, is_for_child, is_for_other_machines, round_up
 from fastload.nested.leaf import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
-from fastload.readers.reasons import FULL
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -71,91 +67,7 @@ _KEY_BYTES = 16
 _SPAN_MULTIPLE, _MIN_SPAN_BYTES = 8, 256 << 20
 
 
-class SampleTable:
-    """The `Store` in shared memory by sample: records that the entries of a table lead to, by index.
-
-    Args:
-        arena: The segment.
-    """
-
-    lasts = False
-    salt = None
-    full_reason = FULL
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self.max_bytes = arena.max_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Memory in use now, by all processes together."""
-        return self._arena.nbytes
-
-    @property
-    def num_records(self) -> int:
-        """How many samples are stored now, rows of columns included."""
-        return int(np.count_nonzero(self._arena.table))
-
-    def get(self, key: bytes) -> memoryview | None:
-        """The record under the key of an index, if there is one: read-only shared memory."""
-        entry: int = self._arena.entries[int.from_bytes(key, "big")]
-        return None if entry & 1 else self._arena.record(entry, key.ljust(_KEY_BYTES, b"\0"))
-
-    def lend(self, keys: Sequence[bytes], use: Callable[[list[memoryview | None]], Any]) -> Any:
-        """Call a function with the records under some keys."""
-        return use([self.get(key) for key in keys])
-
-    def put(self, key: bytes, parts: Sequence[Any]) -> bool:
-        """Store a record; False if it does not fit, or another process holds the lock."""
-        arena, index = self._arena, int.from_bytes(key, "big")
-        space_bytes = claimed_bytes(sum(memoryview(part).nbytes for part in parts))
-        with arena.growing():
-            cursor = arena.cursor
-            is_over = cursor.is_short and not arena.allows(cursor.after(space_bytes, space_bytes))
-            if is_over or not self.has_room(space_bytes):  # and a warning said so
-                return False
-
-            def slot(_: int) -> int | None:
-                return None if arena.entries[index] else index
-
-            def warn() -> None:
-                self._warn(f"max_memory={readable_size(self.max_bytes)} has no room for more")
-
-            return arena.store(key.ljust(_KEY_BYTES, b"\0"), parts, space_bytes, slot, ran_short=warn)
-        return False
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether the machine has memory for ``nbytes`` more."""
-
-        def stopped(free_bytes: int) -> None:
-            free = f"{readable_size(free_bytes)} are free, which it leaves to others"
-            self._warn(f"it stores more only when memory becomes free: {free}")
-
-        return not self._arena.is_full and self._arena.can_grow(nbytes, stopped)
-
-    def _warn(self, why: str) -> None:
-        log.warning(
-            "cache: it holds %s of %s samples in %s, and %s. The others are read again on every access. "
-            "Increase max_memory=, or shrink the samples in pre_transform=",
-            f"{self.num_records:,}",
-            f"{len(self._arena.table):,}",
-            readable_size(self.nbytes),
-            why,
-        )
-
-    def flush(self) -> None:
-        """Others find what was put at once."""
-
-    def holds(self, keys: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Which keys are stored, `(n,) bool`, of keys `(n, 8) uint8`."""
-        return np.asarray(self._arena.table[keys.view(">u8").reshape(-1)] != 0)
-
-    def close(self) -> None:
-        """Release the segment; records that were handed out stay valid, and all later reads are misses."""
-        self._arena.close()
-
-
-class SharedMemoryCache(StoredSamples):
+class SharedMemoryCache(SampleCache):
     """A cache of samples in shared memory.
 
     Args:
@@ -190,16 +102,16 @@ class SharedMemoryCache(StoredSamples):
     ) -> None:
         limits = budget_bytes(max_memory, is_shared=fingerprint is not None), reserve_bytes(max_memory)
         flat = [flatten(example) for example in examples]
-        spec, columns, end = None, list[Any](), 0
+        layout: dict[str, Any] = {"levels": [num_samples], "spec": None, "columns": []}
         if len({spec.node for spec, _ in flat}) == 1:
             spec, values = flat[0][0], [values for _, values in flat]
-            planned, end = plan_columns(spec, values, _columns_at(num_samples), num_samples)
-            columns = [(dtype_name(dtype), shape, at) for _, dtype, shape, at in planned]
+            planned, end = plan_columns(spec, values, table_end(num_samples), num_samples)
+            layout["columns"] = [(dtype_name(dtype), shape, at) for _, dtype, shape, at in planned]
+            layout |= {"spec": spec.text.decode("ascii"), "records_at": round_up(end, ALIGNMENT_BYTES)}
         sizes = [claimed_bytes(record_parts(*each, None)[1]) for each in flat]
         # A few examples say little of a small dataset.
         span_bytes = max(_MIN_SPAN_BYTES, _SPAN_MULTIPLE * num_samples * max(sizes)) if sizes else limits[0]
-        text = None if spec is None else spec.text.decode("ascii")
-        self._hold(_create(num_samples, text, columns, end, fingerprint, *limits, span_bytes, sum(sizes)))
+        self._hold(_create({**layout, "span_bytes": span_bytes}, fingerprint, *limits))
 
     @classmethod
     def of(cls, arena: Arena) -> SharedMemoryCache:
@@ -210,10 +122,10 @@ class SharedMemoryCache(StoredSamples):
 
     def _hold(self, arena: Arena) -> None:
         fields = arena.fields
-        super().__init__(SampleTable(arena), fields["num_samples"])
         self._arena = arena
         self._columns: ColumnReader | None = None
-        self.pid, self.created_s, self.max_bytes = arena.pid, arena.created_s, arena.max_bytes
+        self.num_samples, self.pid, self.created_s = arena.num_entries, arena.pid, arena.created_s
+        self.max_bytes = arena.max_bytes
         self.fingerprint = None if fields["fingerprint"] is None else Fingerprint(**fields["fingerprint"])
         self.layout = "uniform" if fields["columns"] else "ragged"
         self.reason = "private to this process and its workers"
@@ -224,12 +136,13 @@ class SharedMemoryCache(StoredSamples):
                 for leaf, (dtype, shape, at) in zip(spec.leaves, fields["columns"], strict=True)
             ]
             arena.segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
+            self._row_bytes = [column.row_bytes for column in self._places]
             self._columns = ColumnReader(spec, tuple(self._places), self.num_samples, arena.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arena, fingerprint = self._arena, self.fingerprint
         if is_for_child():
-            return _unpickle, (arena.segment, arena.fields)
+            return SharedMemoryCache.of, (arena,)
         # A checkpoint outlives this process, so its cache must not depend on this process.
         if fingerprint is None and is_for_other_machines():
             # One cache for all workers of a machine. Later processes get their own: their data may differ.
@@ -243,14 +156,24 @@ class SharedMemoryCache(StoredSamples):
         return None if self.fingerprint is None else self.fingerprint.parts_in_file
 
     @property
+    def nbytes(self) -> int:
+        """Memory in use now, by all processes together."""
+        return self._arena.nbytes
+
+    @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        return int(self._store.num_records)
+        return int(np.count_nonzero(self._arena.table))
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the sample of this index is stored."""
+        is_index = isinstance(index, (int, np.integer)) and 0 <= index < self.num_samples
+        return bool(is_index and self._arena.entries[index])
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored, ascending; none once there is no room."""
         arena = self._arena
-        is_over = arena.is_full or arena.cursor.is_short
+        is_over = arena.is_full or arena.is_short
         return np.empty(0, np.intp) if is_over else np.flatnonzero(arena.table == 0)
 
     def get(self, index: int) -> Any | None:
@@ -263,7 +186,8 @@ class SharedMemoryCache(StoredSamples):
         if entry & 1:
             columns = self._columns  # read once: another thread can close the cache
             return None if columns is None else columns.sample(entry >> 1)
-        return super().get(index) if entry else None
+        record = self._arena.find(_key(index)) if entry else None
+        return None if record is None else decode(record)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column or of records; None if the samples differ, or torch must collate."""
@@ -274,7 +198,8 @@ class SharedMemoryCache(StoredSamples):
                 # The rows come from the entries also where row = index: only an address that depends on the
                 # entry is read after it (see `memory.memory_model`).
                 return columns.gather(entries >> 1, allocate)
-        return super().gather(indices, allocate)
+        records = [self._arena.find(_key(index)) for index in indices.tolist()]
+        return stack_records(records, allocate) if all(records) else None
 
     def put(self, index: int, sample: Any) -> bool:
         """Store a sample; False if it does not fit, or another process holds the lock.
@@ -282,22 +207,41 @@ class SharedMemoryCache(StoredSamples):
         Raises:
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
-        spec, values = flatten(sample)
-        arena, store = self._arena, self._store
+        arena = self._arena
         if arena.is_full or arena.entries[index]:
             return not arena.is_full
-        if self._columns is not None and spec == self._spec:
-            packed = [column.pack(value) for column, value in zip(self._places, values, strict=True)]
-            if all(part is not None for part in packed):
-                with arena.growing():
-                    if not store.has_room(sum(column.row_bytes for column in self._places)):
+        spec, values = flatten(sample)
+        with arena.growing():
+            if self._columns is not None and spec == self._spec:
+                packed = [column.pack(value) for column, value in zip(self._places, values, strict=True)]
+                if all(part is not None for part in packed):
+                    if not arena.can_grow(sum(self._row_bytes), self._warn_stopped):
                         return False
-                    for column, part in zip(self._places, packed, strict=True):
-                        arena.write([part], column.offset + index * column.row_bytes)
+                    for column, part, nbytes in zip(self._places, packed, self._row_bytes, strict=True):
+                        arena.write([part], column.offset + index * nbytes)
                     arena.publish(index, 2 * index + 1)
                     return True
-                return False
-        return bool(store.put(index_key(index), record_parts(spec, values, None)[0]))
+            parts, nbytes = record_parts(spec, values, None)
+            if arena.allows(nbytes):
+                return arena.can_grow(nbytes, self._warn_stopped) and arena.put(_key(index), parts)
+            if not arena.is_short:  # without a lock: at worst, two processes say it
+                arena.set_short()
+                self._warn(f"max_memory={readable_size(self.max_bytes)} has no room for more")
+        return False
+
+    def _warn_stopped(self, free_bytes: int) -> None:
+        free = f"{readable_size(free_bytes)} are free, which it leaves to others"
+        self._warn(f"it stores more only when memory becomes free: {free}")
+
+    def _warn(self, why: str) -> None:
+        log.warning(
+            "cache: it holds %s of %s samples in %s, and %s. The others are read again on every access. "
+            "Increase max_memory=, or shrink the samples in pre_transform=",
+            f"{self.num_cached:,}",
+            f"{self.num_samples:,}",
+            readable_size(self.nbytes),
+            why,
+        )
 
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
@@ -305,79 +249,37 @@ class SharedMemoryCache(StoredSamples):
         self._columns = None
 
 
-def _columns_at(num_samples: int) -> int:
-    return round_up(TABLE_AT + num_samples * ENTRY_BYTES, PAGE_BYTES)
+def _key(index: int) -> bytes:
+    return index.to_bytes(_KEY_BYTES, "little")
 
 
 def _create(
-    num_samples: int,
-    spec: str | None,
-    columns: list[Any],
-    end: int,
-    fingerprint: Fingerprint | None,
-    max_bytes: int,
-    reserved_bytes: int,
-    span_bytes: int,
-    least_bytes: int = 0,
+    fields: dict[str, Any], fingerprint: Fingerprint | None, max_bytes: int, reserved_bytes: int
 ) -> Arena:
     """A new segment, with columns if all samples fit.
 
     Args:
-        num_samples: How many there are.
-        spec: Of uniform samples, as JSON; None if they differ.
-        columns: Where these lie: dtype, shape and offset of each.
-        end: Behind them.
+        fields: The number of samples as `levels`; the `spec` of uniform samples as JSON, and their
+            `columns`: dtype, shape and offset of each; `records_at` behind them; `span_bytes`, the most
+            address space for records, which limits of a process count although most of it takes no memory.
         fingerprint: Of the samples; None for a private cache.
         max_bytes: The limit.
         reserved_bytes: As of `Arena.create`.
-        span_bytes: The most address space for records, which limits of a process count although most of it
-            takes no memory.
-        least_bytes: For which there should be room.
 
     Raises:
-        SharedMemoryError: The system denied even that, or the lock under which space is claimed.
+        SharedMemoryError: The system denied it, or the lock under which space is claimed.
     """
-    columns_at = _columns_at(num_samples)
-    about = {
-        "kind": "samples",
-        "num_samples": num_samples,
-        "num_entries": num_samples,
-        "span_bytes": span_bytes,
-        "fingerprint": None if fingerprint is None else asdict(fingerprint),
-    }
-    described_bytes = round_up(DESCRIPTION_AT + 512 + len(json.dumps([spec, columns, about])), PAGE_BYTES)
-    taken_bytes = described_bytes + columns_at - TABLE_AT + 2 * PAGE_BYTES  # two, which are partly used
-
-    def plan(max_bytes: int) -> dict[str, Any]:
-        room_bytes = max(0, max_bytes - taken_bytes)
-        is_uniform = spec is not None and end - columns_at <= room_bytes
-        if is_uniform:
-            room_bytes -= end - columns_at
-        return {
-            **about,
-            "spec": spec if is_uniform else None,
-            "columns": columns if is_uniform else [],
-            "records_at": round_up(end, PAGE_BYTES) if is_uniform else columns_at,
-            "limits": (min(span_bytes, room_bytes), num_samples, room_bytes),
-        }
-
-    arena = Arena.create(
-        "" if fingerprint is None else fingerprint.name,
-        max_bytes,
-        plan,
-        min_bytes=min(max_bytes, taken_bytes + least_bytes + 1),
-        reserved_bytes=reserved_bytes,
-    )
-    if not arena.fields["columns"]:
-        arena.check_lock()
-    return arena
+    name, about = ("", None) if fingerprint is None else (fingerprint.name, asdict(fingerprint))
+    fields = {**fields, "kind": "samples", "name": name, "fingerprint": about, "entry_bytes": 0}
+    columns_at = table_end(sum(fields["levels"]))
+    if not fields["columns"] or fixed_bytes(fields) + fields["records_at"] - columns_at > max_bytes:
+        fields |= {"spec": None, "columns": [], "records_at": columns_at}
+    room_bytes = max_bytes - fixed_bytes(fields) - (fields["records_at"] - columns_at)
+    fields["room_bytes"] = max(0, min(room_bytes, fields["span_bytes"]))
+    return Arena.create(fields, max_bytes, reserved_bytes)
 
 
 # --- pickles ----------------------------------------------------------------------------------------------
-
-
-def _unpickle(segment: Segment, fields: dict[str, Any]) -> SharedMemoryCache:
-    return SharedMemoryCache.of(Arena(segment, fields))
 
 
 def _unpickle_anywhere(
@@ -398,12 +300,10 @@ def _unpickle_anywhere(
             cache.close()
     try:
         with registry.creating() if fingerprint is not None else contextlib.nullcontext() as is_alone:
-            if fingerprint and is_alone and (found := find(fingerprint, fields["num_samples"])) is not None:
+            if fingerprint and is_alone and (found := find(fingerprint, sum(fields["levels"]))) is not None:
                 return found
             max_bytes = min(fields["max_bytes"], budget_bytes("auto", is_shared=fingerprint is not None))
-            layout = fields["num_samples"], fields["spec"], fields["columns"], fields["records_at"]
-            limits = max_bytes, reserve_bytes("auto"), fields["span_bytes"]
-            arena = _create(*layout, fingerprint, *limits)
+            arena = _create(fields, fingerprint, max_bytes, reserve_bytes("auto"))
             registry.hold(arena)
             cache = SharedMemoryCache.of(arena)
         cache.reason = "new and empty, because the process that pickled it cannot be reached from here"
@@ -416,7 +316,7 @@ def _unpickle_anywhere(
             "cache: none, because shared memory is not available: %s. Every access reads the dataset",
             str(error),
         )
-        cache = _unpickle(Segment(-1, 0), fields)
+        cache = SharedMemoryCache.of(Arena(Segment(-1, 0), fields))
         cache.reason = f"not available: {error}"
     return cache
 

@@ -1,7 +1,7 @@
 """SharedStore: what this user's processes on this machine decode of files, whichever dataset reads them.
 
-The store consists of tables, each in a segment of its own (see `table`), which processes find through the
-`registry`. Rules:
+The store consists of tables, each in an `Arena` of its own, which processes find through the `registry`. The
+number of files is unknown, so a table has levels of 4,096, 32,768, 262,144, ... entries. Rules:
 
 1. A process reads all tables, and appends to the oldest one that has room. It holds what it found, and the
    memory of a table goes with the last process that holds it, never under a reader.
@@ -31,28 +31,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena, reserve_bytes
-from fastload.cache.ram.table import Table, home_and_tag
+from fastload.cache.ram.arena import ENTRY_BYTES, Arena, reserve_bytes, table_end
 from fastload.errors import SharedMemoryError
 from fastload.memory import segment
+from fastload.memory.segment import PAGE_BYTES
 from fastload.readers.reasons import FULL
 from fastload.system.budget import available_bytes, limit_bytes, parse_memory
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from fastload.memory.segment import Segment
-
-_FORMAT = 4  # of tables and records
+_FORMAT = 5  # of tables and records
 NAME_PREFIX = "files-"
 _NUM_TABLES = 8  # that share the limit
 _MIN_TABLE_BYTES = 4 << 20
+_FIRST_LEVEL, _LEVEL_GROWTH = 4096, 8
+_MEAN_RECORD_BYTES = 256  # the last level takes all smaller ones, too
+_ENTRY_BYTES = 10 * ENTRY_BYTES  # of a record in a level of 8 times as many entries, and in those before
 _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is left
 _LOOK_EVERY_S = 0.25
-_LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S = 1.0  # after a vain attempt
 _HOLD_EVERY_S = 0.5
 _IDLE_S = 300.0
@@ -117,7 +117,7 @@ class SharedStore:
             if not self._name or registry.changed_ns() is None:
                 self.reason = "private to this process and its workers, because others could not find it"
             elif self._tables:
-                self.reason = f"found, made by process {self._tables[0].arena.pid}"
+                self.reason = f"found, made by process {self._tables[0].pid}"
             else:
                 self.reason = "made now, because no running process had one"
             self._make_tables()
@@ -128,25 +128,24 @@ class SharedStore:
         self._owner_pid = 0  # the process that makes tables
         self._uses: weakref.WeakSet[Use] = weakref.WeakSet()  # of live loaders
         self._use: Callable[[], Use | None] = lambda: None  # of the loader that reads now
-        self._tables: tuple[Table, ...] = ()  # the oldest first
+        self._tables: tuple[Arena, ...] = ()  # the oldest first
         self._changed_ns: int | None = None  # of the registry, when it was looked at
-        self._looked_s = self._look_at_s = self._grow_at_s = 0.0
+        self._look_at_s = self._grow_at_s = 0.0
         self._is_closed = False
         self._locks: dict[int, threading.RLock] = {}  # by process: a fork can copy a held one
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not segment.is_for_child():
             return open_store, (self._max_memory,)
-        segments = [(table.arena.segment, table.arena.fields) for table in self._tables]
         limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._owner_pid
-        return _unpickle, (segments, self._max_memory, self._name, limits)
+        return _unpickle, (self._tables, self._max_memory, self._name, limits)
 
     # --- as every store ----------------------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
         """Memory in use now, by all processes together."""
-        return sum(table.arena.nbytes for table in self._tables)
+        return sum(table.nbytes for table in self._tables)
 
     @property
     def num_files(self) -> int:
@@ -158,9 +157,8 @@ class SharedStore:
         now_s = time.monotonic()
         if now_s >= self._look_at_s:
             self._look(now_s)
-        home, tag = home_and_tag(key)
         for table in self._tables:
-            record = table.get(key, home, tag)
+            record = table.find(key)
             if record is not None:
                 return record
         return None
@@ -176,17 +174,16 @@ class SharedStore:
             return True
         if self.is_owner:
             self.poll()
-        else:
-            self._look(time.monotonic(), _LOOK_WHEN_FULL_EVERY_S)
-        return self._append(key, parts, nbytes)
+        return self.is_owner and self._append(key, parts, nbytes)
 
     def _append(self, key: bytes, parts: Sequence[Any], nbytes: int) -> bool:
-        tables = self._tables
-        if any(table.has_room(nbytes) and table.put(key, parts, nbytes) for table in tables):
-            return True
+        for table in self._tables:
+            with table.growing():
+                if _has_room(table, nbytes) and table.put(key, parts):
+                    return True
         fits = nbytes < self._table_bytes  # else no table that is made would have room
-        if fits and tables and not tables[-1].is_short and not tables[-1].has_room(nbytes):
-            tables[-1].arena.expect_short()
+        if fits and self._tables and not self.is_short and not self.has_room(nbytes):
+            self._tables[-1].set_short()
         return False
 
     def flush(self) -> None:
@@ -198,7 +195,7 @@ class SharedStore:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether it is worth preparing a record of this size."""
-        return any(table.has_room(nbytes) for table in self._tables)
+        return any(_has_room(table, nbytes) for table in self._tables)
 
     @property
     def is_short(self) -> bool:
@@ -226,7 +223,7 @@ class SharedStore:
         if not self.is_owner:  # a fork that goes on by itself
             self._owner_pid, self._uses = os.getpid(), weakref.WeakSet()
             for table in self._tables:
-                registry.hold(table.arena)
+                registry.hold(table)
         if use is not None:
             self._use = weakref.ref(use)
             use.began_s = min(use.began_s, now_s)
@@ -236,8 +233,7 @@ class SharedStore:
                     table.keep(now_s)
         if now_s >= self._look_at_s:
             self._look(now_s)
-        tables = self._tables
-        if (not tables or tables[-1].is_short) and now_s >= self._grow_at_s:
+        if (not self._tables or self.is_short) and now_s >= self._grow_at_s:
             self._grow(now_s)
 
     @property
@@ -248,56 +244,46 @@ class SharedStore:
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
-    def _look(self, now_s: float, every_s: float = 0.0) -> None:
+    def _look(self, now_s: float) -> None:
         """Let go of retired tables, attach to new ones if the registry has changed, and keep those in use."""
-        if self._is_closed or now_s < self._looked_s + every_s or not self._lock().acquire(blocking=False):
+        if self._is_closed or not self._lock().acquire(blocking=False):
             return
         try:
-            self._looked_s, self._look_at_s = now_s, now_s + _LOOK_EVERY_S
-            tables = [table for table in self._tables if not table.arena.is_retired]
+            self._look_at_s = now_s + _LOOK_EVERY_S
+            tables = {table.inode: table for table in self._tables if not table.is_retired}
             changed_ns = registry.changed_ns() if self._name else None
             if changed_ns is not None and changed_ns != self._changed_ns:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
                 self._changed_ns = changed_ns if is_old else 0
                 registry.put_back()
-                tables += self._attach(tables)
-            use, needed = (
-                self._use(),
-                {inode for each in self._uses for inode in each.inodes | each.last_inodes},
-            )
-            for table in tables:
+                for _, table in registry.arenas(self._name, tables):
+                    if table.is_retired:
+                        table.close()
+                        continue
+                    tables[table.inode] = table
+                    if self.is_owner:
+                        registry.hold(table)
+            use = self._use()
+            needed = {inode for each in self._uses for inode in each.inodes | each.last_inodes}
+            for inode, table in tables.items():
                 table.touch(now_s)
                 if use is not None and table.hit_s >= use.began_s:
-                    use.inodes.add(table.arena.inode)
-                if table.arena.inode in needed:
+                    use.inodes.add(inode)
+                if inode in needed:
                     table.keep(now_s)
-            self._tables = tuple(sorted(tables, key=lambda table: table.arena.created_s))
+            self._tables = tuple(sorted(tables.values(), key=lambda table: table.created_s))
         finally:
             self._lock().release()
 
-    def _attach(self, tables: list[Table]) -> Iterator[Table]:
-        """The tables of the registry that are not among these."""
-        inodes = {table.arena.inode for table in tables}
-        for _, arena in registry.arenas(self._name, inodes):
-            if arena.is_retired:
-                arena.close()
-                continue
-            inodes.add(arena.inode)
-            if self.is_owner:
-                registry.hold(arena)
-            yield Table(arena)
-
     def _make_tables(self) -> None:
         """Make tables up to the limit."""
-        room_bytes = self._room_bytes
         try:
-            while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
-                wanted_bytes = min(room_bytes, self._table_bytes)
-                table = Table.create(wanted_bytes, self._name, self._reserved_bytes)
-                registry.hold(table.arena)
+            while self._lacks_tables:
+                wanted_bytes = min(self._room_bytes, self._table_bytes)
+                table = _create(self._name, wanted_bytes, self._reserved_bytes)
+                table.keep(time.monotonic())
+                registry.hold(table)
                 self._tables += (table,)
-                # One that the system has made smaller is the last one.
-                room_bytes -= table.arena.max_bytes if table.arena.max_bytes == wanted_bytes else room_bytes
         except SharedMemoryError as error:
             if not self._tables:
                 raise
@@ -305,7 +291,11 @@ class SharedStore:
 
     @property
     def _room_bytes(self) -> int:
-        return self.max_bytes - sum(table.arena.max_bytes for table in self._tables)
+        return self.max_bytes - sum(table.max_bytes for table in self._tables)
+
+    @property
+    def _lacks_tables(self) -> bool:
+        return self._room_bytes >= self._table_bytes * _MIN_TABLE_SHARE
 
     def _grow(self, now_s: float) -> None:
         """Make a table unless another process just did; if the limit is reached, in place of others."""
@@ -316,12 +306,11 @@ class SharedStore:
             with registry.creating(wait_s=0.0) as is_alone:
                 self._look(now_s)
                 # Without a registry, workers would not find a table that is made now.
-                if not is_alone or (self._tables and not self._tables[-1].is_short):
+                if not is_alone or (self._tables and not self.is_short):
                     return
                 for table in sorted(self._tables, key=lambda table: table.used_s):
-                    has_room = self._room_bytes >= self._table_bytes * _MIN_TABLE_SHARE
-                    if not has_room and now_s - table.used_s > _IDLE_S:
-                        table.arena.retire()
+                    if not self._lacks_tables and now_s - table.used_s > _IDLE_S:
+                        table.retire()
                         self._tables = tuple(each for each in self._tables if each is not table)
                 num_tables = len(self._tables)
                 self._make_tables()
@@ -333,18 +322,42 @@ class SharedStore:
             self._lock().release()
 
 
+def _create(name: str, max_bytes: int, reserved_bytes: int) -> Arena:
+    """A new, empty table."""
+    levels = [_FIRST_LEVEL]
+    while levels[-1] < max_bytes // _MEAN_RECORD_BYTES:
+        levels.append(levels[-1] * _LEVEL_GROWTH)
+    fields = {
+        "kind": "files",
+        "name": name,
+        "levels": levels,
+        "records_at": table_end(sum(levels)),
+        "room_bytes": max(0, max_bytes - 4 * PAGE_BYTES - _FIRST_LEVEL * ENTRY_BYTES),
+        "entry_bytes": _ENTRY_BYTES,
+    }
+    return Arena.create(fields, max_bytes, reserved_bytes, sparing=True)
+
+
+def _has_room(table: Arena, nbytes: int) -> bool:
+    """Whether a record of ``nbytes`` fits into a table, and will stay."""
+    return not table.is_retired and table.allows(nbytes) and table.can_grow(nbytes, _log_stopped)
+
+
+def _log_stopped(_: int) -> None:
+    say_once(
+        "cache: no more files are remembered until memory becomes free: what is free now is left to the "
+        "model, the workers and other caches. The other files are decoded again on every access"
+    )
+
+
 def _unpickle(
-    segments: list[tuple[Segment, dict[str, Any]]],
-    max_memory: str | float,
-    name: str,
-    limits: tuple[int, int, int, int],
+    tables: tuple[Arena, ...], max_memory: str | float, name: str, limits: tuple[int, int, int, int]
 ) -> SharedStore:
     """The store in a worker process; closed if its limit is 0, because the system has no shared memory."""
     store = SharedStore.__new__(SharedStore)
     store._prepare(max_memory, name)
     store.max_bytes, store._reserved_bytes, store._table_bytes, store._owner_pid = limits
-    tables = (Table(Arena(*each)) for each in segments if each[0].fd >= 0)
-    store._tables = tuple(table for table in tables if not table.arena.is_full)  # which could not be mapped
+    store._tables = tuple(table for table in tables if not table.is_full)  # which could not be mapped
     if not store.max_bytes:
         store.close()
     return store
@@ -367,7 +380,7 @@ def open_store(max_memory: str | float = "auto") -> SharedStore:
         f"cache: decoded files are not kept in memory, because shared memory is not available: {reason}. "
         'cache="lmdb:PATH" keeps them on disk'
     )
-    return _unpickle([], max_memory, "", (0, 0, 0, 0))
+    return _unpickle((), max_memory, "", (0, 0, 0, 0))
 
 
 # --- for the command line --------------------------------------------------------------------------------
