@@ -39,7 +39,7 @@ BUDGETS = {
     "memory system": (1686, 1350),
     "training": (419, 420),
     "profiling bench": (1075, 900),
-    "cli integrations": (1016, 1000),
+    "cli integrations": (1017, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -264,8 +264,9 @@ def test_a_source_without_undecoded_images() -> None:
     assert found["use"] == "fastload.CachedDataset(dataset, transform, cache=None)"
     assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'
     assert "Random[0] returns a different sample on every access" in found["problem"]
-    first, *_, last = run("tests.cli_zoo:Random").stdout.splitlines()
+    first, size, *_, last = run("tests.cli_zoo:Random").stdout.splitlines()
     assert first == f"use {found['loader']}"
+    assert "as the dataset returns them" in size
     assert last.startswith("no cache can hold these samples")
     found = as_json("tests.cli_zoo:Opened")
     assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'

@@ -77,7 +77,8 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     if of_pixels and not problem:
         lines.append(f"or keep your own dataset, such as torchvision's: {report['loader']}")
     how = f"{f'{readable_size(files)} as files, ' if files else ''}estimated from {len(chosen):,}"
-    lines.append(f"{num_samples:,} samples take {readable_size(decoded)} decoded, {how}")
+    form = "decoded" if files else "as the dataset returns them"  # by file, a cache holds the images before
+    lines.append(f"{num_samples:,} samples take {readable_size(decoded)} {form}, {how}")
     lines.append(f"{readable_size(ram)} of RAM and {readable_size(disk)} of disk can be used")
     if errors:
         lines.append(f"{len(errors):,} of {len(chosen):,} cannot be read; the first: {report['first_error']}")
