@@ -235,11 +235,11 @@ def test_an_error_names_its_sample_and_what_is_stored(
     assert f"records are stored in {tmp_path}/cache.partial: run the same" in found
 
 
-def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:
-    """The system says that there is no such directory, but nobody can create it."""
+def test_an_error_names_the_directory_that_is_missing_or_a_file(tmp_path: Path) -> None:
+    """The error has the system's words, and the directory to look at."""
     (tmp_path / "a.jpg").write_bytes(b"an image")
-    for directory, said in (("a.jpg", "a part of .* is a file"), ("a.jpg/b", "is a file"), ("b/c", "create")):
-        with pytest.raises(CacheError, match=said):
+    for directory, said in (("a.jpg", "Not a directory"), ("a.jpg/b", "Not a directory"), ("b/c", "No such")):
+        with pytest.raises(CacheError, match=rf"{said}.*: check that the directory .*{directory} exists"):
             build_lmdb(Images(4), tmp_path / directory / "cache")
 
 
