@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def torch_iterator(
     loader: Any, reason: str, defaults: dict[str, Any], *, pins: bool = False
 ) -> TorchIterator:
-    """Torch's iterator over the loader's batches.
+    """torch's iterator over the loader's batches.
 
     Args:
         loader: The loader to iterate over; the caller holds its lock.
