@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def torch_iterator(
     loader: Any, reason: str, defaults: dict[str, Any], *, pins: bool = False
 ) -> TorchIterator:
-    """torch's iterator over the loader's batches.
+    """Torch's iterator over the loader's batches.
 
     Args:
         loader: The loader to iterate over; the caller holds its lock.
