@@ -164,9 +164,9 @@ def leak_guard() -> Iterator[None]:
     yield
     entry_points = sys.modules.get("fastload.rng.entry_points")
     if entry_points is not None and (
-        entry_points.current_source() is not None or entry_points.THREAD.streams.root is not None
+        entry_points.current_streams() is not None or entry_points.THREAD.drawing.root is not None
     ):
-        entry_points.set_worker_source(None, is_thread=False)
+        entry_points.set_worker_streams(None, is_thread=False)
         pytest.fail("left behind: transforms of this process or thread draw from a loader's streams")
     file_cache = sys.modules.get("fastload.cache.file_cache")
     if file_cache is not None:

@@ -80,7 +80,7 @@ class BatchAccess(Protocol):
 
 
 class _TensorAccess:
-    """Torch's own TensorDataset: a batch is one gather for each tensor, instead of a view of each row."""
+    """torch's own TensorDataset: a batch is one gather for each tensor, instead of a view of each row."""
 
     lend = defer = None
 

@@ -43,7 +43,7 @@ _SCRATCH_BYTES = 256 << 20
 _OF_BATCH = -(1 << 62)
 
 
-def _reader_of(dataset: Any) -> Callable[[Any], Any]:
+def _get_of(dataset: Any) -> Callable[[Any], Any]:
     """``dataset[index]`` as a function."""
     return functools.partial(operator.getitem, dataset)
 
@@ -198,7 +198,7 @@ class Fetcher:
             get = self._getter(lend, indices, None)
             return self._collated(self._read(get, indices, positions, own=private_copy))
         defer = access.defer if self._collator.takes_deferred else None
-        get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
+        get = self._getter(_get_of(dataset) if defer is None else defer, indices, key)
         return self._collated(self._read(get, indices, positions, own=None if defer is None else _computed))
 
     def _fetch_next(self, stream: Stream, index: Any) -> Any:
@@ -273,10 +273,10 @@ class Fetcher:
         None: ``dataset[index]`` does the same.
         """
         if self._seeder is not None and key is not None:
-            get = self._seeder.seeded(get or _reader_of(self._dataset), key, indices)
+            get = self._seeder.seeded(get or _get_of(self._dataset), key, indices)
         if self.replacer is not None:
             get = self.replacer.replacing(
-                get or _reader_of(self._dataset), functools.partial(self._read_at, key)
+                get or _get_of(self._dataset), functools.partial(self._read_at, key)
             )
         return get
 

@@ -84,7 +84,7 @@ def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...
     return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else (storage_dtype(leaf), leaf.shape)
 
 
-class ColumnReader:
+class ColumnTable:
     """Reads rows and batches through the mapping of one process.
 
     Args:
@@ -100,23 +100,23 @@ class ColumnReader:
             (column.leaf, view_array(column.dtype, (rows, *column.row_shape), mapping, column.offset))
             for column in columns
         ]
-        self._made_readers: list[Callable[[int], Any]] | None = None
+        self._made_getters: list[Callable[[int], Any]] | None = None
         self._make = spec.builder
 
     @property
-    def _readers(self) -> list[Callable[[int], Any]]:
-        """One reader per column; made at the first sample, because readers of tensors import torch."""
-        if self._made_readers is None:
-            self._made_readers = [_row_reader(leaf, array) for leaf, array in self._columns]
-        return self._made_readers
+    def _getters(self) -> list[Callable[[int], Any]]:
+        """What returns the value in a row, per column; made at the first sample, as tensors import torch."""
+        if self._made_getters is None:
+            self._made_getters = [_value_getter(leaf, array) for leaf, array in self._columns]
+        return self._made_getters
 
     def sample(self, row: int) -> Any:
         """The sample in a row, with read-only views of arrays and private copies of tensors."""
-        readers = self._made_readers or self._readers
-        if len(readers) == 2:  # most samples: without the function that a comprehension is before Python 3.12
-            first, second = readers
+        getters = self._made_getters or self._getters
+        if len(getters) == 2:  # most samples: without the function that a comprehension is before Python 3.12
+            first, second = getters
             return self._make([first(row), second(row)])
-        return self._make([read(row) for read in readers])
+        return self._make([read(row) for read in getters])
 
     @functools.cached_property
     def _makes_batches(self) -> bool:
@@ -138,7 +138,7 @@ class ColumnReader:
             return None
         make = tensor_functions()
         batch: list[Any] = []
-        for (leaf, array), read in zip(self._columns, self._readers, strict=True):
+        for (leaf, array), read in zip(self._columns, self._getters, strict=True):
             if leaf.kind in TEXT_KINDS:
                 batch.append([read(row) for row in rows.tolist()])
                 continue
@@ -148,7 +148,7 @@ class ColumnReader:
         return build_batch(self._spec.node, iter(batch))
 
 
-def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
+def _value_getter(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     """A function that returns the value in a row, by the row's number."""
     if leaf.kind == "array":
         # One index of a row with dimensions makes an array, faster than an ellipsis.

@@ -1,9 +1,9 @@
 """The iterator of a DataLoader with `device=`: it returns batches on the device, already transformed.
 
 Runs in the consumer's process, and wraps the iterator over batches on the host. On a GPU, batches are copied
-and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On the CPU they
-are transformed when the caller asks for them. The random numbers of a transform depend on the batch
-(rng/batch_draws.py), whenever it runs.
+and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On the CPU they are transformed when the
+caller asks for them. The random numbers of a transform depend on the batch (rng/batch_draws.py), whenever it
+runs.
 """
 
 from __future__ import annotations

@@ -413,8 +413,8 @@ class Position:
 
 
 _PLAIN = (
-    *("epoch", "kind", "base_seed", "sample_seed", "why_unresumable", "next_worker", "rank"),
-    "batch_size",
+    *("epoch", "kind", "base_seed", "sample_seed"),
+    *("why_unresumable", "next_worker", "rank", "batch_size"),
 )
 
 

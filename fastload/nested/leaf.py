@@ -41,12 +41,10 @@ TENSOR_STORAGE: dict[str, np.dtype[Any]] = {
     },
     "bfloat16": np.dtype("int16"),
     "complex32": np.dtype("int32"),
-    **{
-        name: np.dtype("uint8")
-        for name in (
-            *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        )
-    },
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        np.dtype("uint8"),
+    ),
 }
 
 

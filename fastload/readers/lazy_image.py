@@ -120,10 +120,8 @@ class _View(Image.Image):
 
     __slots__ = ("_image",)
     _image: Any
-    convert, copy = (
-        Image.Image.convert,
-        Image.Image.copy,
-    )  # methods of Pillow call these, which then see it, too
+    # Methods of Pillow call these, which then see it, too.
+    convert, copy = Image.Image.convert, Image.Image.copy
 
     @classmethod
     def of(cls, image: Any) -> _View:

@@ -172,9 +172,8 @@ class _Descriptor:
 
 
 _descriptors: weakref.WeakSet[_Descriptor] = weakref.WeakSet()
-_MAX_DESCRIPTORS = (
-    256  # a quarter of what a process may usually have open; further images are decoded at once
-)
+# A quarter of what a process may usually have open; further images are decoded at once.
+_MAX_DESCRIPTORS = 256
 
 
 class _Bytes:

@@ -79,12 +79,8 @@ def _laid(blocks: list[Bytes], value: Any) -> Any:
         shape, strides = tuple(value.shape), value.stride()
     elif kind is np.ndarray or (isinstance(value, np.generic) and kind is value.dtype.type):
         array = _checked(np.asarray(value))
-        dtype, shape, strides, is_writable = (
-            array.dtype.str,
-            array.shape,
-            array.strides,
-            array.flags.writeable,
-        )
+        dtype, is_writable = array.dtype.str, array.flags.writeable
+        shape, strides = array.shape, array.strides
         steps = [stride * (length - 1) for stride, length in zip(strides, shape, strict=True)]
         origin = -sum(step for step in steps if step < 0)  # where its first element is
         if not array.size or sum(map(abs, steps)) + array.itemsize != array.nbytes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.rng.entry_points import RandomSource, seeded_by
+from fastload.rng.entry_points import RandomStreams, seeded_by
 from fastload.rng.generators import Search
 from fastload.rng.states import LIBRARY_GENERATORS, state_of
 
@@ -32,10 +32,10 @@ _LIBRARY_NAMES = ("random", "torch's default generator", "numpy.random")
 _POSITION_AT_START = 624  # of a Mersenne Twister
 
 
-class DrawWatch(RandomSource):
+class DrawWatch(RandomStreams):
     """Watches the generators that a dataset can draw from; pickles as a new watch of the same dataset.
 
-    As a source of random numbers, it gives each transform of albumentations and MONAI its own generators,
+    As random streams, it gives each transform of albumentations and MONAI its own generators,
     which count what is drawn. All of them start from the same seed, so that under two well-chosen seeds the
     first coins of all transforms differ.
 
@@ -72,7 +72,7 @@ class DrawWatch(RandomSource):
         states = zip(self.generators, before, map(state_of, self.generators.values()), strict=True)
         changes = {name: new for name, old, new in states if old != new}
         for transform, drawn_from in self._of_transforms.values():
-            if self._draws(transform, drawn_from):  # outside of this source, the next draw would be another
+            if self._draws(transform, drawn_from):  # outside of these streams, the next draw would be another
                 changes[f"the transform {type(transform).__name__}"] = object()
         return sample, changes
 

@@ -3,15 +3,15 @@
 Nothing searches for transforms: a transform gets its generators at the moment when it draws. The attributes
 in which a library's base classes keep generators become properties (which they are, its entry in the table
 `augmentation.libraries` says). While a loader reads samples, they return generators of the current
-`RandomSource`, and otherwise the transform's own. The transforms themselves are not changed, so nothing needs
-to be restored.
+`RandomStreams`, and otherwise the transform's own. The transforms themselves are not changed, so nothing
+needs to be restored.
 
 A pipeline and all that it calls draw from one pair of generators: `__call__` notes the outermost pipeline.
 `set_random_seed` would give every transform its own generators with the same seed: two flips with p=0.5 would
 always agree.
 
 No library is imported here. Its classes are hooked if they are imported, or when they are. A worker process
-draws from its source in all of its threads; elsewhere a source serves one thread only.
+draws from its streams in all of its threads; elsewhere streams serve one thread only.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 Pair = tuple[np.random.Generator, random.Random]
 
 # A transform that the user seeds while samples are read keeps the user's generators. Its attribute of this
-# name has the source's token; copies of the transform have it, too.
+# name has the streams' token; copies of the transform have it, too.
 _USER_SEEDED = "_fastload_user_seeded"
 
 
-class RandomSource:
+class RandomStreams:
     """Where transforms draw from while a loader reads samples.
 
-    This one leaves all transforms their own generators.
+    These leave all transforms their own generators.
 
     Attributes:
         groups: Whether all parts of a pipeline draw from the pipeline's pair.
@@ -74,23 +74,23 @@ class RandomSource:
         """The RandomState of a transform that keeps one; None if it draws from its own."""
 
     def was_seeded_by_user(self, transform: Any) -> bool:
-        """Whether the user has seeded a transform since this source was made."""
+        """Whether the user has seeded a transform since these streams were made."""
         return transform.__dict__.get(_USER_SEEDED) == self.token  # type: ignore[no-any-return]
 
 
-class Streams:
-    """What the transforms that a thread calls draw from: a source, and the call that draws now.
+class Drawing:
+    """What the transforms that a thread calls draw from: the streams, and the call that draws now.
 
     Attributes:
-        source: None leaves it to the process's source.
+        streams: None leaves it to those of the process.
         root: The outermost transform that is being called.
         pair: Of this transform, from its first draw on.
     """
 
-    __slots__ = ("pair", "root", "source")
+    __slots__ = ("pair", "root", "streams")
 
-    def __init__(self, source: RandomSource | None) -> None:
-        self.source = source
+    def __init__(self, streams: RandomStreams | None) -> None:
+        self.streams = streams
         self.root: Any = None
         self.pair: Any = None
 
@@ -100,33 +100,33 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         # One object, saved and restored by an assignment: a signal handler can interrupt any call.
-        self.streams = Streams(None)
+        self.drawing = Drawing(None)
 
 
 THREAD = _Thread()
-_process_source: RandomSource | None = None
+_process_streams: RandomStreams | None = None
 
 
-def current_source() -> RandomSource | None:
+def current_streams() -> RandomStreams | None:
     """What the transforms that this thread calls draw from; None: their own generators."""
-    return THREAD.streams.source or _process_source
+    return THREAD.drawing.streams or _process_streams
 
 
 class seeded_by:  # noqa: N801  # a block, used as a function
-    """A block in which the transforms that this thread calls draw from ``source``; reusable.
+    """A block in which the transforms that this thread calls draw from ``streams``; reusable.
 
     A class, not a contextlib generator: it is entered for each batch, and leaves errors untouched.
 
     Args:
-        source: None changes nothing.
+        streams: None changes nothing.
         generators: Of numpy, random or torch: they get the states of before back, also after an error.
     """
 
-    def __init__(self, source: RandomSource | None, generators: Iterable[Any] = ()) -> None:
-        self._source = source
+    def __init__(self, streams: RandomStreams | None, generators: Iterable[Any] = ()) -> None:
+        self._streams = streams
         self._generators = generators
         self._restores: list[Callable[[], object]] = []
-        self._outside: Streams | None = None
+        self._outside: Drawing | None = None
 
     @property
     def is_open(self) -> bool:
@@ -135,25 +135,24 @@ class seeded_by:  # noqa: N801  # a block, used as a function
 
     def __enter__(self) -> None:
         self._restores = list(map(restorer, self._generators))
-        self._outside = (
-            THREAD.streams
-        )  # a signal handler can raise before any call: from here on, exit restores
-        if self._source is not None:
-            THREAD.streams = Streams(self._source)
+        # A signal handler can raise before any call: from here on, exit restores.
+        self._outside = THREAD.drawing
+        if self._streams is not None:
+            THREAD.drawing = Drawing(self._streams)
 
     def __exit__(self, *exc_info: object) -> None:
         if self._outside is not None:
-            THREAD.streams, self._outside = self._outside, None
+            THREAD.drawing, self._outside = self._outside, None
             for restore in self._restores:
                 restore()
 
 
-def set_worker_source(source: RandomSource | None, *, is_thread: bool) -> None:
-    """Let this worker draw from ``source`` from now on; a worker process does so in all of its threads."""
-    global _process_source
-    THREAD.streams = Streams(source if is_thread else None)
+def set_worker_streams(streams: RandomStreams | None, *, is_thread: bool) -> None:
+    """Let this worker draw from ``streams`` from now on; a worker process does so in all of its threads."""
+    global _process_streams
+    THREAD.drawing = Drawing(streams if is_thread else None)
     if not is_thread:
-        _process_source = source
+        _process_streams = streams
 
 
 # --- hooks -----------------------------------------------------------------------------------------------
@@ -230,7 +229,7 @@ def _hook_methods(cls: type) -> None:
 
 
 def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
-    """An attribute that keeps a generator: it returns what the current source chooses, or its own value."""
+    """An attribute that keeps a generator: it returns what the current streams choose, or its own value."""
     # What the class had under this name: nothing, a default, or a property.
     own = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
     is_of_pair = kind != "legacy"
@@ -238,17 +237,17 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
 
     def get(transform: Any) -> Any:
         # Four to ten draws of a call come here: after the first one, the answer is known.
-        streams = THREAD.streams
-        if is_of_pair and streams.pair is not None and _USER_SEEDED not in vars(transform):
-            generator = streams.pair[position]
+        drawing = THREAD.drawing
+        if is_of_pair and drawing.pair is not None and _USER_SEEDED not in vars(transform):
+            generator = drawing.pair[position]
             if generator is not None:
                 return generator
-        source = streams.source or _process_source
-        if source is not None:
+        streams = drawing.streams or _process_streams
+        if streams is not None:
             if is_of_pair:
-                generator = _pair(source, transform)[position]
-            elif THREAD.is_user_seeding is None and not source.was_seeded_by_user(transform):
-                generator = source.state(transform)
+                generator = _pair(streams, transform)[position]
+            elif THREAD.is_user_seeding is None and not streams.was_seeded_by_user(transform):
+                generator = streams.state(transform)
             else:  # MONAI's Compose draws seeds for its parts, also when it is made: from its own generator
                 generator = None
             if generator is not None:
@@ -270,34 +269,34 @@ def _generator_property(cls: type, name: str, kind: GeneratorKind) -> property:
     return property(get, put)
 
 
-def _pair(source: RandomSource, transform: Any) -> tuple[Any, Any]:
-    if source.was_seeded_by_user(transform):
+def _pair(streams: RandomStreams, transform: Any) -> tuple[Any, Any]:
+    if streams.was_seeded_by_user(transform):
         return None, None
-    streams = THREAD.streams
-    root = streams.root
+    drawing = THREAD.drawing
+    root = drawing.root
     if root is None:
-        return source.pair(transform) or (None, None)
-    if streams.pair is None:  # else it is known since the first draw of this call
-        streams.pair = (None if source.was_seeded_by_user(root) else source.pair(root)) or (None, None)
-    return streams.pair  # type: ignore[no-any-return]
+        return streams.pair(transform) or (None, None)
+    if drawing.pair is None:  # else it is known since the first draw of this call
+        drawing.pair = (None if streams.was_seeded_by_user(root) else streams.pair(root)) or (None, None)
+    return drawing.pair  # type: ignore[no-any-return]
 
 
 def _noting_outermost(call: Any) -> Any:
     """`__call__`, which notes the outermost transform."""
 
     def noting_outermost(self: Any, *args: Any, **kwargs: Any) -> Any:
-        streams = THREAD.streams
-        source = streams.source or _process_source
-        if streams.root is not None or source is None or not source.groups:
+        drawing = THREAD.drawing
+        streams = drawing.streams or _process_streams
+        if drawing.root is not None or streams is None or not streams.groups:
             return call(self, *args, **kwargs)
-        streams.root = self
+        drawing.root = self
         try:
-            if not source.locks:
+            if not streams.locks:
                 return call(self, *args, **kwargs)
             with _lock_of(self):
                 return call(self, *args, **kwargs)
         finally:
-            streams.root = streams.pair = None
+            drawing.root = drawing.pair = None
 
     return noting_outermost
 
@@ -328,10 +327,10 @@ def _noting_user_seeds(method: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         finally:
-            source = current_source()
-            if THREAD.is_user_seeding and source is not None:
-                vars(self)[_USER_SEEDED] = source.token
-                if not source.adds_worker_seed and vars(self).get("_manual_random_state") is False:
+            streams = current_streams()
+            if THREAD.is_user_seeding and streams is not None:
+                vars(self)[_USER_SEEDED] = streams.token
+                if not streams.adds_worker_seed and vars(self).get("_manual_random_state") is False:
                     self.set_random_state(np.random.default_rng(self.seed), random.Random(self.seed))
             THREAD.is_user_seeding = outer
 
@@ -339,12 +338,12 @@ def _noting_user_seeds(method: Any) -> Any:
 
 
 def _reserving(reserve: Any, with_generators: Callable[[Any, Any, Any], Any]) -> Any:
-    """A method that reserves generators for each call of a pipeline: let them be the source's."""
+    """A method that reserves generators for each call of a pipeline: let them be those of the streams."""
 
     @functools.wraps(reserve)
     def reserving(self: Any) -> Any:
-        reserved, source = reserve(self), current_source()
-        generator, py_random = (None, None) if source is None else _pair(source, self)
+        reserved, streams = reserve(self), current_streams()
+        generator, py_random = (None, None) if streams is None else _pair(streams, self)
         return reserved if py_random is None else with_generators(reserved, generator, py_random)
 
     return reserving

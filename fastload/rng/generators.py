@@ -25,7 +25,7 @@ import torch
 
 from fastload.augmentation.libraries import LIBRARIES
 from fastload.nested.attributes import attributes, read_class_dict, read_mro
-from fastload.rng.entry_points import RandomSource, random_bases
+from fastload.rng.entry_points import RandomStreams, random_bases
 from fastload.rng.states import LIBRARY_GENERATORS
 from fastload.system.logs import log, say_once
 
@@ -124,7 +124,7 @@ _LEAVES = (
     *(bytearray, memoryview, range, slice, set, frozenset, np.generic, *_GENERATORS),
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
     logging.Logger,  # refers to all other loggers
-    RandomSource,  # has its own generators
+    RandomStreams,  # has its own generators
 )
 # Clients of stores and tables refer to tens of thousands of objects, none of them the user's generators.
 _CLIENTS = frozenset(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, MapDataPipe, Subset
 
-from fastload.rng.entry_points import RandomSource, current_source, seeded_by, set_worker_source
+from fastload.rng.entry_points import RandomStreams, current_streams, seeded_by, set_worker_streams
 from fastload.rng.generators import Search, number, pcg64_state
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
 from fastload.rng.states import LIBRARY_GENERATORS, restorer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _SEEDS = struct.Struct("<QIQ")  # of random, numpy and torch: the first 20 bytes of a digest
 
 
-class SampleSeeder(RandomSource):
+class SampleSeeder(RandomStreams):
     """Sets the generators before each sample of one dataset.
 
     A collate_fn draws from the same generators, in the state that the last sample of its batch left.
@@ -73,7 +73,7 @@ class SampleSeeder(RandomSource):
         self.is_seeded = False  # while samples of a batch are fetched
         self._block = seeded_by(self, self._shared) if role == "local" else None
         if role != "local":
-            set_worker_source(self, is_thread=role == "thread")
+            set_worker_streams(self, is_thread=role == "thread")
 
     def pair(self, pipeline: Any) -> Pair:
         """The generators of a pipeline, for the current sample."""
@@ -163,8 +163,8 @@ class SampleSeeder(RandomSource):
 
 def _current_seeder() -> SampleSeeder | None:
     """That of the sample that this thread is fetching."""
-    source = current_source()
-    return source if isinstance(source, SampleSeeder) and source.is_seeded else None
+    streams = current_streams()
+    return streams if isinstance(streams, SampleSeeder) and streams.is_seeded else None
 
 
 def sample_rng() -> np.random.Generator:

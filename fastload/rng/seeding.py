@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastload.augmentation.libraries import LIBRARIES
-from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
+from fastload.rng.entry_points import Pair, RandomStreams, current_streams, identity_of, set_worker_streams
 from fastload.system.checks import as_int
 from fastload.system.torch_private import generate_state
 
@@ -131,7 +131,7 @@ def seed_everything(seed: int) -> torch.Generator:
 # --- the pipelines ---------------------------------------------------------------------------------------
 
 
-class WorkerStreams(RandomSource):
+class WorkerStreams(RandomStreams):
     """The random streams of one worker, for `seeding="worker"`.
 
     Each pipeline has its own stream, named by the order of first calls, and by the user's seed of Compose, if
@@ -185,7 +185,7 @@ def local_streams(base_seed: int) -> WorkerStreams | None:
     Returns:
         None where transforms already have streams: in a worker, and in a dataset being read for a loader.
     """
-    return WorkerStreams(base_seed, "local") if current_source() is None else None
+    return WorkerStreams(base_seed, "local") if current_streams() is None else None
 
 
 def _generators(seed: int, ordinal: int, user_seed: Any) -> Pair:
@@ -227,4 +227,4 @@ def seed_worker(worker_id: int) -> None:
     seed = info.seed
     if info.method == "process":  # threads share the libraries' generators with all other threads
         seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-    set_worker_source(WorkerStreams(seed, info.method), is_thread=info.method == "thread")
+    set_worker_streams(WorkerStreams(seed, info.method), is_thread=info.method == "thread")

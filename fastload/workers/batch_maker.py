@@ -22,7 +22,7 @@ from fastload.batch.collate import install_slot_rules
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.rng import seeding
-from fastload.rng.entry_points import set_worker_source
+from fastload.rng.entry_points import set_worker_streams
 from fastload.rng.sample_rng import SampleSeeder
 from fastload.system.cache_counts import cache_counts
 from fastload.system.remote_error import RemoteError
@@ -100,7 +100,7 @@ class BatchMaker:
                 set_worker_info(worker_id, plan.num_workers, seed, plan.dataset)
                 install_slot_rules()
             streams = seeding.WorkerStreams(seed, self._role) if plan.seeds_pipelines else None
-            set_worker_source(streams, is_thread=is_thread)
+            set_worker_streams(streams, is_thread=is_thread)
             if plan.worker_init_fn is not None:
                 plan.worker_init_fn(worker_id)
             self._plan = plan

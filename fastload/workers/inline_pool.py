@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
-from fastload.rng.entry_points import THREAD, Streams, seeded_by
+from fastload.rng.entry_points import THREAD, Drawing, seeded_by
 from fastload.rng.seeding import local_streams
 from fastload.system.cache_counts import cache_counts
 from fastload.workers.batch_maker import BatchMaker
@@ -91,16 +91,16 @@ class InlinePool(WorkerPool):
             hits, misses = cache_counts.hits, cache_counts.misses
             if cache_counts.reasons:
                 cache_counts.take_reasons()  # of what this thread has read outside of loaders
-            outside = THREAD.streams
+            outside = THREAD.drawing
             try:
                 self._is_reading = True
                 self._buffers.begin()
                 if self._streams is not None:
-                    THREAD.streams = Streams(self._streams)
+                    THREAD.drawing = Drawing(self._streams)
                 pending.reply = self._maker.reply_to(pending.index, pending.key)
             finally:
                 # These come first, and call nothing: a signal can interrupt any call.
-                THREAD.streams = outside
+                THREAD.drawing = outside
                 self._is_reading = False
                 self._buffers.end()
                 if cache_counts.hits != hits or cache_counts.misses != misses:

@@ -78,7 +78,7 @@ def test_all_parts_of_a_pipeline_share_one_pair() -> None:
 
     assert kept == {"random_generator", "py_random"}
     with seeded_by(WorkerStreams(7, "process")):
-        entry_points.THREAD.streams.root = outer  # as within its call
+        entry_points.THREAD.drawing.root = outer  # as within its call
         assert all(part.random_generator is outer.random_generator for part in parts)
         assert all(part.py_random is outer.py_random for part in parts)
 

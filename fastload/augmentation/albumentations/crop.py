@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 # Transforms of an image alone that first cut out the box `crop_coords`; some then resize it.
 _CROPS = frozenset(
-    {
-        *("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "Crop"),
-        "RandomCropFromBorders",
-    }
+    ("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "Crop", "RandomCropFromBorders")
 )
 
 

@@ -26,9 +26,8 @@ _NAMES = frozenset(
     )
 )
 _PLAIN = frozenset((int, float, str, bytes, bool, type(None), np.int64))
-_TARGETS = frozenset(
-    ("image", "mask", "masks", "bboxes", "keypoints")
-)  # the library says what it does with these
+# The library says what it does with these.
+_TARGETS = frozenset(("image", "mask", "masks", "bboxes", "keypoints"))
 _WIDTHS = range(2, 7)  # of an array of keypoints or boxes: two to six numbers each
 _MAX_PARTS = 8  # of a list
 

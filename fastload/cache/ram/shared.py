@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from fastload.cache.columns import Column, ColumnReader, plan_columns
+from fastload.cache.columns import Column, ColumnTable, plan_columns
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import (
@@ -123,7 +123,7 @@ class SharedMemoryCache(SampleCache):
     def _hold(self, arena: Arena) -> None:
         fields = arena.fields
         self._arena = arena
-        self._columns: ColumnReader | None = None
+        self._columns: ColumnTable | None = None
         self.num_samples, self.pid, self.created_s = arena.num_entries, arena.pid, arena.created_s
         self.max_bytes = arena.max_bytes
         self.fingerprint = None if fields["fingerprint"] is None else Fingerprint(**fields["fingerprint"])
@@ -137,7 +137,7 @@ class SharedMemoryCache(SampleCache):
             ]
             arena.segment.collapse_into(cast("mmap.mmap", arena.memory.obj))
             self._row_bytes = [column.row_bytes for column in self._places]
-            self._columns = ColumnReader(spec, tuple(self._places), self.num_samples, arena.memory)
+            self._columns = ColumnTable(spec, tuple(self._places), self.num_samples, arena.memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         arena, fingerprint = self._arena, self.fingerprint
