@@ -314,13 +314,13 @@ def _publish(store: LmdbStore, path: str, *, force: bool) -> None:
     """Move the finished file to its place.
 
     Raises:
-        CacheError: Another program has put something there, which stays.
+        CacheError, CacheMismatchError: Another program has put something there, which stays.
     """
     partial = store.path
     with write_errors_as(CacheError, "the cache", path):
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
-        if force:
+        if force and is_ours(path):
             os.replace(partial, path)
         else:
             try:

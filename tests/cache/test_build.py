@@ -235,11 +235,19 @@ def test_an_error_names_its_sample_and_what_is_stored(
     assert f"records are stored in {tmp_path}/cache.partial: run the same" in found
 
 
+<<<<<<< HEAD
 def test_an_error_names_the_directory_that_is_missing_or_a_file(tmp_path: Path) -> None:
     """The error has the system's words, and the directory to look at."""
     (tmp_path / "a.jpg").write_bytes(b"an image")
     for directory, said in (("a.jpg", "Not a directory"), ("a.jpg/b", "Not a directory"), ("b/c", "No such")):
         with pytest.raises(CacheError, match=rf"{said}.*: check that the directory .*{directory} exists"):
+=======
+def test_a_directory_that_is_none_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """It says which directory it is."""
+    (tmp_path / "a.jpg").write_bytes(b"an image")
+    for directory, said in (("a.jpg", "Not a dir"), ("a.jpg/b", "Not a dir"), ("b/c", "No such file or dir")):
+        with pytest.raises(CacheError, match=f"{said}ectory: check that the directory .*{directory} exists"):
+>>>>>>> 77ea8a52 (Replace by a forced build a cache alone, and not what was put in its place meanwhile)
             build_lmdb(Images(4), tmp_path / directory / "cache")
 
 
@@ -615,6 +623,21 @@ def test_a_file_that_comes_at_the_last_moment_stays(tmp_path: Path, monkeypatch:
     path.unlink()
     assert build_lmdb(Images(3), path, num_workers=0).verify() == []
     assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_forced_build_replaces_a_cache_alone(tmp_path: Path) -> None:
+    """Not the file that another program has put in its place meanwhile."""
+    path = tmp_path / "cache"
+    build_lmdb(Images(9), path, num_workers=0).close()
+
+    def late() -> None:
+        (tmp_path / "mine").write_text("mine")
+        (tmp_path / "mine").replace(path)
+
+    with pytest.raises(CacheMismatchError, match="is not a cache of fastload, and was not changed"):
+        build_lmdb(Calling(9, 3, late), path, num_workers=0, force=True)
+    assert path.read_text() == "mine"
 
 
 @pytest.mark.usefixtures("needs_lmdb")
