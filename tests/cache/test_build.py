@@ -235,19 +235,11 @@ def test_an_error_names_its_sample_and_what_is_stored(
     assert f"records are stored in {tmp_path}/cache.partial: run the same" in found
 
 
-<<<<<<< HEAD
 def test_an_error_names_the_directory_that_is_missing_or_a_file(tmp_path: Path) -> None:
     """The error has the system's words, and the directory to look at."""
     (tmp_path / "a.jpg").write_bytes(b"an image")
     for directory, said in (("a.jpg", "Not a directory"), ("a.jpg/b", "Not a directory"), ("b/c", "No such")):
         with pytest.raises(CacheError, match=rf"{said}.*: check that the directory .*{directory} exists"):
-=======
-def test_a_directory_that_is_none_is_an_error_of_the_system(tmp_path: Path) -> None:
-    """It says which directory it is."""
-    (tmp_path / "a.jpg").write_bytes(b"an image")
-    for directory, said in (("a.jpg", "Not a dir"), ("a.jpg/b", "Not a dir"), ("b/c", "No such file or dir")):
-        with pytest.raises(CacheError, match=f"{said}ectory: check that the directory .*{directory} exists"):
->>>>>>> 77ea8a52 (Replace by a forced build a cache alone, and not what was put in its place meanwhile)
             build_lmdb(Images(4), tmp_path / directory / "cache")
 
 
