@@ -233,6 +233,9 @@ class _Iterator:
     def __iter__(self) -> Self:
         return self
 
+    def __len__(self) -> int:
+        return len(self._fastload_profile[-1])
+
     def __next__(self) -> Any:
         profile, record, epoch, iterator = self._fastload_profile
         if _thread.is_inside or profile is not Profile._current:

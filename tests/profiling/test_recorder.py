@@ -219,6 +219,15 @@ def test_errors_are_the_same(kind: str, num_workers: int) -> None:
         del iterator
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_an_iterator_has_its_length(kind: str) -> None:
+    """As scripts that show progress over `iter(loader)` ask for it."""
+    loader = make(kind, TensorDataset(torch.arange(2 * zoo.BATCH + 1)), 0)
+    with fastload.profile(loader):
+        iterator = iter(loader)
+        assert len(iterator) == len(list(iterator)) == 3
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_threads_and_this_process_are_watched(num_workers: int) -> None:
     """Two loaders at once, in threads: what each makes belongs to it."""
