@@ -224,7 +224,7 @@ def loaders(make_dataset: Callable[[str], Any], folder: str, cache: str) -> dict
         TORCH: lambda: torch.utils.data.DataLoader(dataset, BATCH_SIZE, **LOADING),
         "import only": lambda: fastload.DataLoader(dataset, BATCH_SIZE, **ours),
         'cache="ram"': lambda: fastload.DataLoader(dataset, BATCH_SIZE, cache="ram", **ours),
-        "cache=lmdb": lambda: fastload.DataLoader(dataset, BATCH_SIZE, cache=f"lmdb:{cache}", **ours),
+        "cache=lmdb": lambda: fastload.DataLoader(dataset, BATCH_SIZE, cache=f"lmdb:{cache}/files", **ours),
     }
 
 

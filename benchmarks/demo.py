@@ -13,7 +13,7 @@ Five contenders run six epochs over the same pictures:
 Each has a process of its own, so none inherits another's memory or warm-up, and workers that persist. The
 contenders take turns: each runs its first epoch, then each its second one, and so on, so a machine that is
 busy for a while slows all of them. An epoch lasts from ``iter(loader)`` to its last batch, and the first one
-includes the start of the workers. The steady epochs are all others. A figure is a median, and a ratio that of
+includes the start of the workers. The later epochs are all others. A figure is a median, and a ratio that of
 two medians; the lines on the chart's bars span the lowest and the highest. The files come from the page
 cache: the demo waits for no disk. Nothing is trained, so the figures are what a loader can deliver; a model
 that takes its batches more slowly hides the difference.
@@ -93,7 +93,7 @@ class Result:
         return [epochs_s[0] for epochs_s in self.rounds_s]
 
     @property
-    def steady_s(self) -> list[float]:
+    def later_s(self) -> list[float]:
         """Seconds of all other epochs."""
         return [seconds for epochs_s in self.rounds_s for seconds in epochs_s[1:]]
 
@@ -105,7 +105,7 @@ class Result:
 
 FIGURES: dict[str, Callable[[Result], list[float]]] = {
     "first epoch": lambda result: result.first_s,
-    "steady epochs": lambda result: result.steady_s,
+    "later epochs": lambda result: result.later_s,
     "total": lambda result: result.total_s,
 }
 
@@ -305,7 +305,7 @@ def show_table(results: list[Result]) -> None:
         )
     console.print(table)
     epochs = len(base.rounds_s[0])
-    text = f"steady epochs: the median of epochs 2 to {epochs}; total: all {epochs} epochs"
+    text = f"later epochs: the median of epochs 2 to {epochs}; total: all {epochs} epochs"
     console.print(text, soft_wrap=True)
 
 
@@ -348,10 +348,10 @@ def write_figure(figure: Any, path: Path) -> None:
 
 
 def draw_chart(results: list[Result], path: Path, machine: str) -> None:
-    """Two bars for each contender, images a second in the first and in steady epochs, with their spread."""
+    """Two bars for each contender, images a second in the first and in later epochs, with their spread."""
     figure, axes = new_figure("demo")
     colors = ("#9aa5b1", "#2f6fb3")
-    for position, (name, color) in enumerate(zip(("first epoch", "steady epochs"), colors, strict=True)):
+    for position, (name, color) in enumerate(zip(("first epoch", "later epochs"), colors, strict=True)):
         left = [number + 0.4 * (position - 0.5) for number in range(len(results))]
         seconds = [FIGURES[name](result) for result in results]
         rates = [[result.images / s for s in some] for result, some in zip(results, seconds, strict=True)]
@@ -371,7 +371,7 @@ def draw_chart(results: list[Result], path: Path, machine: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     epochs = len(results[0].rounds_s[0])
-    note = f"Nothing is trained. Medians; steady epochs are epochs 2 to {epochs}. The lines span all epochs."
+    note = f"Nothing is trained. Medians; later epochs are epochs 2 to {epochs}. The lines span all epochs."
     figure.supxlabel(f"{note}\n{SOURCE_NOTE}\n{machine}", fontsize="small")
     write_figure(figure, path)
 

@@ -115,7 +115,8 @@ def digits(value: float) -> str:
 
 def spread(figures: list[float]) -> str:
     """The lowest and the highest of some runs."""
-    return f"{digits(min(figures))} to {digits(max(figures))}"
+    lowest, highest = digits(min(figures)), digits(max(figures))
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def tables() -> str:
@@ -516,7 +517,7 @@ def seeding() -> str:
     results = json.loads((RESULTS / "reproducibility.json").read_text())
     costs_us = [ratio["value"] for ratio in results["questions"][0]["ratios"].values()]
     return (
-        f"It costs {min(costs_us):.0f} to {max(costs_us):.0f} microseconds a sample with 0 to 100 transforms "
+        f"It costs {spread([round(cost) for cost in costs_us])} microseconds a sample with 0 to 100 transforms "
         "([details](../../benchmarks/README.md#reproducibility))."
     )
 

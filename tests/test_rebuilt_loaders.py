@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import pickle
 import re
 from typing import Any
@@ -76,11 +77,23 @@ def test_torch_s_loader_refuses_what_it_cannot_do(names: str, prepare: Any, num_
         next(iter(prepare(loader)))
 
 
-def test_arguments_that_change_no_batch_are_no_error() -> None:
-    """Torch's loader does without them."""
-    loader = DataLoader(IMAGES, 4, device="cpu", max_prefetch_memory="1GB")
-
-    assert_same_batches(list(prepared_as_accelerate_does(loader)), list(tud.DataLoader(IMAGES, 4)))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_arguments_that_change_no_batch_are_named_once(num_workers: int, tmp_path: Any) -> None:
+    """Torch's loader does without them, and one line of the log says so, of whichever worker."""
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("fastload").addHandler(handler)
+    options: Any = {"num_workers": num_workers, "max_worker_restarts": 1, "cache": "ram"}
+    loader = DataLoader(IMAGES, 4, seeding="torch", **options)
+    expected = list(tud.DataLoader(IMAGES, 4))
+    prepared = prepared_as_accelerate_does(loader)
+    try:
+        for _ in range(2):
+            assert_same_batches(list(prepared), expected)
+    finally:
+        logging.getLogger("fastload").removeHandler(handler)
+        handler.close()
+    told = "have no effect: cache='ram', max_worker_restarts=1. Call fastload.patch_torch()"
+    assert (tmp_path / "log").read_text().count(told) == 1
 
 
 @pytest.mark.parametrize("num_workers", [1, "auto"])

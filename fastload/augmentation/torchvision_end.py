@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from fastload.readers.patches import package_of
 from fastload.readers.results import memory_of
 from fastload.system.torch_private import has_hooks_or_modes, plain_tensor
 
@@ -93,11 +94,6 @@ _METHODS = (
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_pre_hooks", "_forward_hooks")
 
 
-def _library_of(function: Any) -> str:
-    """The package that a function is of."""
-    return str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
-
-
 class _Class(NamedTuple):
     """A class of steps, as its library made it.
 
@@ -126,7 +122,7 @@ class _Class(NamedTuple):
         places: list[tuple[Any, str]] = [(kind, name) for name in _METHODS if hasattr(kind, name)]
         places += [] if function is None else [(sys.modules[function[0]], function[1])]
         functions = tuple(getattr(owner, name) for owner, name in places)
-        if not all(_library_of(value) in ("torch", "torchvision", "timm") for value in functions):
+        if not all(package_of(value) in ("torch", "torchvision", "timm") for value in functions):
             return None
         owners, names = tuple(owner for owner, _ in places), tuple(name for _, name in places)
         return cls(does, frozenset(attributes), _HOOKS if is_module else (), owners, names, functions)

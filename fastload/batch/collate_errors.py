@@ -29,7 +29,7 @@ def explain(samples: Any, error: Exception) -> None:
     """
     if isinstance(samples, (list, tuple)) and samples and not isinstance(error, MemoryError):
         with contextlib.suppress(Exception):  # containers of the user's classes can raise anything
-            cause = _cause(samples, "$")
+            cause = _cause(samples, "sample")
             if cause is not None:
                 add_note(
                     error,

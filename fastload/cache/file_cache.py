@@ -22,8 +22,8 @@ from fastload.cache.ram.arena import reserve_bytes
 from fastload.cache.ram.store import SharedStore, Use, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.lessons import Lessons
 from fastload.readers.request import DISK, check_cache
-from fastload.readers.resizes import Resizes
 from fastload.system.budget import available_bytes
 from fastload.system.humanize import readable_size
 
@@ -31,29 +31,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_MIN_SHARE = 0.1  # of the files that had no room; if the store holds fewer, it is of no use to the loader
+
+
 class FileCache:
     """The files of datasets, remembered in the store of this user and machine.
 
     Args:
         store: Where they are.
-        resizes: What the processes of the loader learn of resizes; nothing so far if None.
+        lessons: What the processes of the loader learn; nothing so far if None.
 
     Attributes:
         store: As given.
     """
 
-    def __init__(self, store: SharedStore | LmdbStore, resizes: Resizes | None = None) -> None:
+    def __init__(self, store: SharedStore | LmdbStore, lessons: Lessons | None = None) -> None:
         self.store = store
-        self._decode_cache = DecodeCache(DecodedFiles(store), resizes=resizes or Resizes.shared())
+        self._lessons = lessons or Lessons.shared()
+        self._decode_cache = DecodeCache(DecodedFiles(store), lessons=self._lessons)
         self._use = Use()
         patches.retain(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileCache, (self.store, self._decode_cache.resizes)
+        return FileCache, (self.store, self._lessons)
 
     def poll(self) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
-        if isinstance(self.store, SharedStore):
+        if isinstance(self.store, SharedStore) and not self.is_given_up:
             self.store.poll(self._use)
 
     def end_epoch(self) -> bool:
@@ -64,23 +68,37 @@ class FileCache:
         """
         self._use.end_epoch()
         self.flush()
-        return self._decode_cache.resizes.conclude()
+        return self._lessons.conclude()
 
     def flush(self) -> bool:
         """Let others find what this process stored; False if another process commits to the disk now."""
         return not isinstance(self.store, LmdbStore) or self.store.flush(0.0)
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the loader does without it, see `shortage`."""
+        return self._lessons.has_given_up
+
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
+
+        Where nobody chose the limit, and the store holds less than a tenth of what had no room, the cache is
+        given up: as the system's cache of the encoded files, its memory serves training better.
 
         Args:
             num_refused: The results of decoding that had no room in an epoch.
         """
         store = self.store
-        if isinstance(store, LmdbStore) or not store.is_short:
+        if isinstance(store, LmdbStore):
             return None
         num_files, nbytes = store.num_files, store.nbytes
         what = f"{num_refused:,} decoded files had no room beside {num_files:,} in {readable_size(nbytes)}"
+        if store.is_auto and num_files < _MIN_SHARE * num_refused:
+            self._lessons.give_up()
+            store.retire_own()
+            return f"{what}, too few to be of use: nothing is remembered any more"
+        if not store.is_short:
+            return None
         if not num_files:
             return f"{what}, and are decoded on each access: raise the limit"
         needed_bytes = nbytes + num_refused * nbytes // num_files
@@ -99,12 +117,15 @@ class FileCache:
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
         patches.meet()
-        with ends.met() or contextlib.nullcontext(), self._decode_cache.active():
+        active = contextlib.nullcontext() if self.is_given_up else self._decode_cache.active()
+        with ends.met() or contextlib.nullcontext(), active:
             yield
 
     def explain(self) -> str:
         """What happens, and what is remembered, in one line."""
         store, nbytes = self.store, self.store.nbytes
+        if self.is_given_up:
+            return "nothing is remembered any more, because less than a tenth of the files fits into memory"
         if isinstance(store, LmdbStore):
             num_files, limit = count_files(store)[0], f"at {store.path}"
         else:

@@ -15,7 +15,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import sys
 import traceback
@@ -23,13 +22,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, cast
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from fastload.batch.access import expect, expects
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors, path_of
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError, WorkerDiedError
+from fastload.rng.seeding import seed_libraries
 from fastload.system.checks import as_int, check_arguments, integer, one_of, optional
 from fastload.system.child_process import enter_child, handlers_blocked
 from fastload.system.cpus import worthwhile_cpus
@@ -288,9 +287,7 @@ def _work(
     torch.set_num_threads(1)  # one thread per worker: thread pools that compete for cores are much slower
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(0)
-    random.seed(number)  # as in torch's workers, no two processes draw the same
-    np.random.seed(number)
-    torch.manual_seed(number)
+    seed_libraries(0, number)  # as in torch's workers, no two processes draw the same
     set_worker_info(number, num_workers, number, dataset)
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent has ended
         while True:

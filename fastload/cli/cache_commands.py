@@ -93,7 +93,11 @@ def build(
             raise CommandError("--size is for caches of samples: omit it, or --by file")
         if is_folder(source) and is_url(source):
             raise CommandError("with --by file, SOURCE is on this machine: pass a path")
-        if requested_cache("ram") is None:
+        try:
+            is_off = requested_cache("ram") is None
+        except ValueError as error:
+            raise CommandError(str(error)) from error
+        if is_off:
             raise CommandError(f"{CACHE_VARIABLE}=off turns off what --by file fills: unset it")
     was_built, started_s = force or not os.path.exists(dest), time.monotonic()
     with warnings.catch_warnings():

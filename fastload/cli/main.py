@@ -62,6 +62,11 @@ def _checked_cache(cache: str) -> str:
 def _checked_device(device: str) -> str:
     if not re.fullmatch(r"cuda|cuda:\d+|\d+|cpu|auto", device):
         raise typer.BadParameter(f"it should be cuda, cuda:N, cpu or auto, but is {device!r}")
+    if device not in ("cpu", "auto"):
+        from fastload.device.devices import why_unavailable
+
+        if (reason := why_unavailable(None)) is not None:
+            raise typer.BadParameter(f"{device} is not available: {reason}")
     return device
 
 

@@ -161,7 +161,7 @@ class Position:
         """Become a loaded position within an epoch; `replay` then goes on from there."""
         reason = self.why_unresumable or (loaded.why_unresumable if loaded.num_received else None)
         if reason is not None:
-            raise ResumeError(f"this epoch cannot be resumed after {loaded.num_received} batches: {reason}")
+            raise ResumeError(f"this epoch cannot be resumed at batch {loaded.num_received}: {reason}")
         self._is_of_other_rank = loaded.check_rank(loader, order)
         self._set_dataset_states(loader, loaded)
         self.epoch, self.kind = loaded.epoch, loaded.kind
@@ -187,7 +187,7 @@ class Position:
         num_batches = sum(copy.num_to_read_again for copy in copies)
         if num_batches and hasattr(loader.dataset, "state_dict"):
             raise ResumeError(
-                f"this epoch cannot be resumed after {loaded.num_received} batches: the dataset, a "
+                f"this epoch cannot be resumed at batch {loaded.num_received}: the dataset, a "
                 f"{type(loader.dataset).__name__}, has a state that fastload cannot save or load, because "
                 "state_dict() is called without arguments and load_state_dict() with the state"
             )
@@ -280,16 +280,16 @@ class Position:
                 self._advance(self.keyed(next(indices), number)[0])
             except StopIteration:
                 raise ResumeError(
-                    f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
-                    f"{self.num_received}: give the loader {_SAME}"
+                    f"the epoch is to be resumed at batch {num_batches}, but the sampler has only "
+                    f"{self.num_received} now: give the loader {_SAME}{_changed_size(loaded, loader)}"
                 ) from None
         is_same = num_batches != num_checked or self.checksum[1] == expected
         if not is_same and not self._is_of_other_rank:
             raise ResumeError(
-                f"the sampler gave different indices for the first {num_batches} batches than in the "
-                f"epoch to be resumed: give the loader {_SAME}; a custom sampler must draw from a "
-                "torch.Generator in its attribute `generator` or from torch's default one, or have a "
-                "state_dict()"
+                f"before batch {num_batches}, the sampler gave other indices than in the epoch to be "
+                f"resumed: give the loader {_SAME}{_changed_size(loaded, loader)}; a custom sampler must "
+                "draw from a torch.Generator in its attribute `generator` or from torch's default one, or "
+                "have a state_dict()"
             )
 
     # --- batches ------------------------------------------------------------------------------------------
@@ -416,6 +416,12 @@ _PLAIN = (
     *("epoch", "kind", "base_seed", "sample_seed"),
     *("why_unresumable", "next_worker", "rank", "batch_size"),
 )
+
+
+def _changed_size(loaded: Position, loader: DataLoader[Any]) -> str:
+    """Both values of batch_size, if they differ."""
+    before, now = loaded.batch_size, loader.batch_size
+    return "" if before == now else f" (batch_size was {before}, and is {now})"
 
 
 def _crc_of(saved: Mapping[str, Any]) -> int:

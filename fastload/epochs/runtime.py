@@ -135,7 +135,7 @@ def look_at_cache(runtime: LoaderRuntime, dataset: Any, has_ended: bool) -> None
     """
     if has_ended:
         put_back()
-    if (cache := runtime.file_cache) is None:
+    if (cache := runtime.file_cache) is None or cache.is_given_up:
         return
     size = 0
     with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises

@@ -76,7 +76,7 @@ class Spec:
         return _build(self.node, iter(values))
 
     def paths(self) -> list[str]:
-        """The path of every leaf, such as `$["image"]` or `$[1][0]`."""
+        """The path of every leaf, such as `sample["image"]` or `sample[1][0]`."""
         return [path for path, part in _walk(self.node) if part[0] not in _CONTAINERS]
 
     def __eq__(self, other: object) -> bool:
@@ -152,7 +152,7 @@ def _check_depth(path: tuple[Any, ...]) -> None:
 
 def path_text(path: Iterable[Any]) -> str:
     """The path of a leaf as text."""
-    return "$" + "".join(f"[{json.dumps(part)}]" for part in path)
+    return "sample" + "".join(f"[{json.dumps(part)}]" for part in path)
 
 
 # --- from a spec to a sample -----------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def _build(node: Node, values: Iterator[Any], *, is_batch: bool = False) -> Any:
     return tuple(items) if kind == "tuple" and not is_batch else items
 
 
-def _walk(node: Node, path: str = "$") -> Iterator[tuple[str, Node]]:
+def _walk(node: Node, path: str = "sample") -> Iterator[tuple[str, Node]]:
     """The path of every node, and the node."""
     yield path, node
     if node[0] in _CONTAINERS:

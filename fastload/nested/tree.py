@@ -270,7 +270,7 @@ def first_difference(sample: Any, other: Any) -> str | None:
             return path
     if len(paths) != len(other_paths):
         return max(paths, other_paths, key=len)[min(len(paths), len(other_paths))]
-    return None if spec == other_spec else "$"
+    return None if spec == other_spec else "sample"
 
 
 def _are_equal(leaf: Leaf, value: Any, other_leaf: Leaf, other: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fastload.profiling.stages import CACHE, CODE, COLLATE, DECODE, LOCK, READ, RESIZE, TRANSFORM
+from fastload.profiling.stages import CACHE, CODE, COLLATE, DECODE, LOCK, OPEN, READ, RESIZE, TRANSFORM
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _MAX_WORKERS = 32  # that are advised
 _MIN_SHARE = 0.3  # of making a batch, from which on a line of the user's is worth a suggestion
 
 STAGE_NAMES = {
+    OPEN: "opening files",
     READ: "reading files",
     DECODE: "decoding",
     RESIZE: "resizing",
@@ -75,9 +76,10 @@ def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
 def _cache(of: LoaderReport, available_bytes: int) -> Iterator[Suggestion]:
     if of.settings["has_cache"] or not of.known_share:
         return
-    decoding, resizing, known = of.part(READ, DECODE), of.part(RESIZE), of.known_share
-    saved_s = (decoding.wall_s + resizing.wall_s * of.resized_share) * known
-    saved_cpu_s = (decoding.cpu_s + resizing.cpu_s * of.resized_share) * known
+    shares = {READ: 1 - of.memory_share, DECODE: 1.0, RESIZE: of.resized_share}
+    parts = [(of.part(stage), share * of.known_share) for stage, share in shares.items()]
+    saved_s = sum(part.wall_s * share for part, share in parts) - of.lookup_s
+    saved_cpu_s = sum(part.cpu_s * share for part, share in parts) - of.lookup_cpu_s
     place, room = "ram", "how much memory it needs is unknown"
     if of.file_bytes is not None:
         place = "ram" if of.file_bytes <= available_bytes else "lmdb:PATH"

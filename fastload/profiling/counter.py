@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, activate
+from fastload.readers.lessons import Lessons
 from fastload.readers.reasons import LEARNING, TOO_NEW, UNCOMPRESSED
-from fastload.readers.resizes import Resizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastload.readers.identity import Identity
 
 
-class _Resizes(Resizes):
+class _Lessons(Lessons):
     """Takes results of first resizes for what is stored, until many of them do not repeat."""
 
     def learn(self, kind: int, size: tuple[int, ...]) -> bool:
@@ -25,13 +25,20 @@ class _Resizes(Resizes):
 
 
 class _NoStore:
-    """A store with nothing in it, which knows files as one in RAM does."""
+    """A store with nothing in it, which knows files as one in RAM does.
+
+    Attributes:
+        num_in_memory: How often it was asked for bytes in memory.
+    """
+
+    num_in_memory = 0
 
     def get(self, key: bytes) -> None:
         """Nothing."""
 
     def known_as(self, identity: Identity, source: Any) -> Identity:
         """The identity itself."""
+        self.num_in_memory += identity.is_of_content
         return identity
 
 
@@ -44,7 +51,8 @@ class Counter(DecodeCache):
     """
 
     def __init__(self, folder: str, loader: int) -> None:
-        super().__init__(cast("Any", _NoStore()), verify_share=0.0, resizes=_Resizes())
+        self._store = _NoStore()
+        super().__init__(cast("Any", self._store), verify_share=0.0, lessons=_Lessons())
         self._loader, self._ended = loader, os.path.join(folder, f"{loader}.counted")
         self._new: dict[str, int] = {}
         self._counts = [0, 0, 0]  # known, resized and unknown images since they were taken
@@ -62,11 +70,13 @@ class Counter(DecodeCache):
     def taken(self) -> list[Any]:
         """What was counted since the last call; nothing if there is nothing.
 
-        The loader, the images that were known, resized first, and unknown; files, and their bytes.
+        The loader, the images that were known, resized first, read to memory, and unknown; files, and their
+        bytes.
         """
         new, self._new = self._new, {}
-        counts, self._counts = self._counts, [0, 0, 0]
-        return [self._loader, *counts, new] if any(counts) else []
+        (known, resized, unknown), self._counts = self._counts, [0, 0, 0]
+        in_memory, self._store.num_in_memory = self._store.num_in_memory, 0
+        return [self._loader, known, resized, in_memory, unknown, new] if known or unknown else []
 
     def keep(self, key: bytes, array: Any, note: Any = None) -> None:
         """Count a file."""

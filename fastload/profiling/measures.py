@@ -55,7 +55,8 @@ class Stage:
     """A part of making a batch, in seconds per batch.
 
     Attributes:
-        stage: "read", "decode", "resize", "transform", "collate", "cache", "lock", or "code": the user's own.
+        stage: "open", "read", "decode", "resize", "transform", "collate", "cache", "lock", or "code": the
+            user's own.
         name: The function, class or call.
         wall_s: Its time.
         cpu_s: CPU time of it; in the rest it waited for storage, a lock or a CPU.
@@ -93,6 +94,9 @@ class LoaderReport:
         file_bytes: What `cache="ram"` would keep of an epoch; None if unknown.
         known_share: Of the images that were decoded, those that it would keep.
         resized_share: Of these, those that it would keep resized.
+        memory_share: Of these, those that the dataset has read to memory itself, with a cache, too.
+        lookup_s: What it takes to know the files of a batch, as a cache does; not a part of `make_s`.
+        lookup_cpu_s: CPU time of it.
     """
 
     name: str
@@ -116,6 +120,9 @@ class LoaderReport:
     file_bytes: int | None = None
     known_share: float = 1.0
     resized_share: float = 0.0
+    memory_share: float = 0.0
+    lookup_s: float = 0.0
+    lookup_cpu_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -162,8 +169,15 @@ def measured(
         sums_of_part[:] = sums_of_part[0] + wall_ns * _NS, sums_of_part[1] + cpu_ns * _NS
         by_line[line] += wall_ns * _NS * (stage not in (IDLE, COPY))
     idle_s, copy_s = (parts.pop((stage, ""), [0.0])[0] for stage in (IDLE, COPY))
-    if not record.settings["has_cache"]:  # then this is the counter
+    lookup_s = lookup_cpu_s = 0.0
+    if not record.settings["has_cache"]:  # then this is the counter, which counts one epoch
         parts = {key: spent for key, spent in parts.items() if key[0] != CACHE}
+        work = [each for one in own for each in one.work if each[0] == CACHE]
+        num_counted = max(sum(step.epoch == 0 for step in record.steps), 1)
+        lookup_s, lookup_cpu_s = (
+            sum(spent) * _NS / num_counted
+            for spent in ([wall_ns for *_, wall_ns, _ in work], [cpu_ns for *_, cpu_ns in work])
+        )
     making_s = sum(wall_s for wall_s, _ in parts.values())
     wait_s, num_workers = mean(waits), record.settings["num_workers"]
     make_s = making_s / num_steps if num_workers else wait_s * bool(making_s)
@@ -196,6 +210,8 @@ def measured(
             key=lambda stage: -stage.wall_s,
         ),
         lines=sorted(lines, key=lambda line: -line[1])[:5],
+        lookup_s=lookup_s,
+        lookup_cpu_s=lookup_cpu_s,
         **_files(record, [each[1:] for each in counts if each[0] == record.number]),
     )
 
@@ -225,13 +241,13 @@ def _steps(record: LoaderRecord) -> tuple[list[float], list[float], list[float],
 
 def _files(record: LoaderRecord, counts: Sequence[Any]) -> dict[str, Any]:
     """The fields about the files of an epoch."""
-    known, resized, unknown = (sum(each[index] for each in counts) for index in range(3))
+    known, resized, in_memory, unknown = (sum(each[index] for each in counts) for index in range(4))
     if not known:
         return {"known_share": 0.0 if unknown else 1.0}
-    nbytes: float = sum({name: nbytes for each in counts for name, nbytes in each[3].items()}.values())
+    nbytes: float = sum({name: nbytes for each in counts for name, nbytes in each[4].items()}.values())
     settings, num_batches = record.settings, record.num_steps
     if len(record.epochs) == 1 and not record.epochs[0][1] and settings["num_samples"]:
         num_batches += settings["num_workers"] * settings["prefetch_factor"]  # less than an epoch was seen
         nbytes *= max(1.0, settings["num_samples"] / (num_batches * (settings["batch_size"] or 1)))
-    shares = {"known_share": known / (known + unknown), "resized_share": resized / known}
-    return {"file_bytes": round(nbytes), **shares}
+    shares = {"resized_share": resized / known, "memory_share": min(in_memory / known, 1.0)}
+    return {"file_bytes": round(nbytes), "known_share": known / (known + unknown), **shares}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
-READ, DECODE, RESIZE, TRANSFORM, COLLATE = "read", "decode", "resize", "transform", "collate"
+OPEN, READ, DECODE, RESIZE, TRANSFORM, COLLATE = "open", "read", "decode", "resize", "transform", "collate"
 CACHE, LOCK, CODE, COPY, IDLE = "cache", "lock", "code", "copy", "idle"
 
 # Parts of paths, the first that fits decides.
@@ -39,7 +39,8 @@ _FILES = {
     **dict.fromkeys(("/multiprocessing/synchronize.py", "/threading.py", "/filelock/"), LOCK),
 }
 _CALLS = {
-    **dict.fromkeys(("open", "read", "readinto", "read_bytes", "pread", "recv", "fromfile"), READ),
+    "open": OPEN,
+    **dict.fromkeys(("read", "readinto", "read_bytes", "pread", "recv", "fromfile"), READ),
     **dict.fromkeys(
         ("imread", "imdecode", "read_image", "decode_image", "decode_jpeg", "decode_png"), DECODE
     ),
@@ -104,7 +105,7 @@ def _known(frame: FrameType) -> tuple[str, str] | None:
     stage, called = _stage_of_file(frame.f_code.co_filename), _called(frame.f_code, frame.f_lasti)
     word = called.rpartition(".")[2]
     by_call = _CALLS.get(word, LOCK if word.lower().endswith("lock") else None)
-    if by_call == READ or (by_call is not None and stage in (CODE, None)):
+    if by_call in (OPEN, READ) or (by_call is not None and stage in (CODE, None)):
         return by_call, called
     if stage == CODE and called.startswith("cv2."):
         return TRANSFORM, called
@@ -114,6 +115,10 @@ def _known(frame: FrameType) -> tuple[str, str] | None:
     if name in _RESIZES:
         stage = RESIZE
     return None if stage is None else (stage, name)
+
+
+def _is_pillows_open(code: CodeType) -> bool:
+    return code.co_name == "open" and code.co_filename.replace(os.sep, "/").endswith("/PIL/Image.py")
 
 
 def work_of(frame: FrameType | None) -> Work:
@@ -129,6 +134,8 @@ def work_of(frame: FrameType | None) -> Work:
             (stage, name), has_class = _known(frame) or ("", ""), is_method
         elif stage == TRANSFORM == _stage_of_file(code.co_filename) and is_method and not has_class:
             name, has_class = _name_of(code), True  # instead of a function that it calls
+        if stage in (READ, DECODE, TRANSFORM) and name and _is_pillows_open(code):
+            stage, name = OPEN, "Image.open"  # which reads the header
         if not line and is_own_code(code.co_filename):
             line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {_name_of(code)}"
             name = name or _called(code, frame.f_lasti)

@@ -23,7 +23,7 @@ import numpy as np
 from fastload.errors import DecodeMismatchError
 from fastload.readers import reasons
 from fastload.readers.identity import Identity, digest
-from fastload.readers.resizes import Resizes
+from fastload.readers.lessons import Lessons
 from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import say_once
 
@@ -89,18 +89,18 @@ class DecodeCache:
     Args:
         store: Where they are.
         verify_share: Which share of the hits is decoded again and compared; None: as FASTLOAD_VERIFY says.
-        resizes: What is known of the first resizes of images; None: nothing.
+        lessons: What is known of the images; None: nothing.
 
     Attributes:
         store: As given.
-        resizes: As given.
+        lessons: As given.
     """
 
     def __init__(
-        self, store: DecodeStore, verify_share: float | None = None, resizes: Resizes | None = None
+        self, store: DecodeStore, verify_share: float | None = None, lessons: Lessons | None = None
     ) -> None:
         self.store = store
-        self.resizes = resizes or Resizes()
+        self.lessons = lessons or Lessons()
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
         self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks

@@ -3,7 +3,7 @@
 `Resize(256)` costs as much as decoding a photograph, and its result takes a small part of the memory. The
 result of a resize of all pixels is a pure function of the file and of the arguments. Rules:
 
-1. If the first operation is a resize, and those of the loader's images repeat (see `resizes`), the result is
+1. If the first operation is a resize, and those of the loader's images repeat (see `lessons`), the result is
    stored, and not the original; while that is not known, nothing. Anything else stores the original.
 2. An image with a stored result and no original is not decoded until something needs more. Then it is
    decoded from the file that was opened, and its first operation decides again.
@@ -173,7 +173,7 @@ class Original:
         if key is None:
             return getattr(self.core(), name)(*arguments)
         self._is_used = True
-        repeats = cache.resizes.learn(_MODES.index(mode) * (REDUCE + 1) + method, size)
+        repeats = cache.lessons.learn(_MODES.index(mode) * (REDUCE + 1) + method, size)
         stored = self._result or cache.store.get(key_of_result(self._key))
         if stored is None or type(stored.note) is not tuple or stored.note[:1] != (key,):
             stored = cache.store.get(key)

@@ -57,29 +57,18 @@ def why_unwritable(error: Exception, path: str) -> str:
 
 
 @contextlib.contextmanager
-def write_errors_as(
-    kind: Callable[[str], Exception],
-    what: str,
-    path: str,
-    *,
-    also: tuple[type[Exception], ...] = (),
-    advice: str = "",
-) -> Iterator[None]:
+def write_errors_as(kind: Callable[[str], Exception], what: str, path: str) -> Iterator[None]:
     """Raise the errors of a block that writes a file as another kind: "cannot write WHAT PATH: why".
 
     Args:
         kind: Makes the error from its text.
         what: What the file is, such as `"the cache"`.
         path: Its path.
-        also: Errors of a library that mean the same as the system's.
-        advice: A sentence that follows.
     """
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, (OSError, *also)):
-            raise
+    except OSError as error:
         if isinstance(error, FastloadError):  # it says what to change already
             raise
         reason = why_unwritable(error, os.path.abspath(path))
-        raise kind(f"cannot write {what} {path}: {reason}{advice}") from error
+        raise kind(f"cannot write {what} {path}: {reason}") from error

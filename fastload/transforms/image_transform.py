@@ -54,7 +54,7 @@ def _look_up(batch: Any, key: Any, asker: str) -> tuple[str, Any]:
     if isinstance(batch, torch.Tensor):
         if key is not None:
             raise ValueError(f"{asker} has key={key!r}, but the batch is a tensor; leave out key=")
-        return "$", batch
+        return "batch", batch
     if isinstance(batch, Mapping):
         if key is None:
             keys = [name for name in _IMAGE_KEYS if name in batch]
@@ -66,13 +66,13 @@ def _look_up(batch: Any, key: Any, asker: str) -> tuple[str, Any]:
             key = keys[0]
         elif key not in batch:
             raise ValueError(f"{asker} has key={key!r}, but the batch has the keys {list(batch)}")
-        return f"$[{key!r}]", batch[key]
+        return f"batch[{key!r}]", batch[key]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         index = 0 if key is None else key
         if not isinstance(index, int) or not -len(batch) <= index < len(batch):
             raise ValueError(f"{asker} has key={index!r}, but the batch is a sequence of {len(batch)}")
-        return f"$[{index}]", batch[index]
-    return "$", batch
+        return f"batch[{index}]", batch[index]
+    return "batch", batch
 
 
 def check_layout(layout: str) -> str:

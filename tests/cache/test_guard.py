@@ -54,18 +54,18 @@ FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)], seed=0))
 @pytest.mark.parametrize(
     ("dataset", "said"),
     [
-        *((RandomImages(way), r'Images\[0\].*\$\["meta"\]\[1\]') for way in ("random", "numpy", "torch")),
+        *((RandomImages(way), r'Images\[0\].*sample\["meta"\]\[1\]') for way in ("random", "numpy", "torch")),
         (FLIPPED, r"CachedDataset\(dataset, transform\)"),
         (Augmented(A.Compose([A.HorizontalFlip(p=0.9)])), "Augmented"),
         (Subset(FLIPPED, range(10)), "Subset"),
-        (Made(in_one_buffer), r"\$ differs"),
+        (Made(in_one_buffer), r"sample differs"),
     ],
 )
 def test_what_cannot_be_cached_is_refused_at_construction(dataset: Any, said: str) -> None:
     """Random samples, also by a pipeline inside or in reused memory, and other types; the leaf is named."""
     with pytest.raises(NondeterministicDatasetError, match=said):
         CachedDataset(dataset)
-    with pytest.raises(UnsupportedSampleError, match=r'\$\["image"\]'):
+    with pytest.raises(UnsupportedSampleError, match=r'sample\["image"\]'):
         CachedDataset(Made(lambda index: {"image": {1, 2}}))
 
 
@@ -91,17 +91,17 @@ def test_random_state_is_put_back() -> None:
     ("one", "other", "path"),
     [
         (1, 1, None),
-        *((one, other, "$") for one, other in ((1, 1.0), (True, 1), ([1, 2], (1, 2)))),
-        ({"a": 1}, {"b": 1}, '$["a"]'),
-        ({"a": 1, "b": 2}, {"a": 1}, '$["b"]'),
-        ([1], [1, 2], "$[1]"),
-        ((1, [2, {"x": 3}]), (1, [2, {"x": 4}]), '$[1][1]["x"]'),
-        (np.zeros(3), np.zeros(3, np.float32), "$"),
-        (np.zeros((3, 1)), np.zeros((1, 3)), "$"),
+        *((one, other, "sample") for one, other in ((1, 1.0), (True, 1), ([1, 2], (1, 2)))),
+        ({"a": 1}, {"b": 1}, 'sample["a"]'),
+        ({"a": 1, "b": 2}, {"a": 1}, 'sample["b"]'),
+        ([1], [1, 2], "sample[1]"),
+        ((1, [2, {"x": 3}]), (1, [2, {"x": 4}]), 'sample[1][1]["x"]'),
+        (np.zeros(3), np.zeros(3, np.float32), "sample"),
+        (np.zeros((3, 1)), np.zeros((1, 3)), "sample"),
         (np.array([1.0, np.nan]), np.array([1.0, np.nan]), None),
-        (np.array([1.0, np.nan]), np.array([2.0, np.nan]), "$"),
+        (np.array([1.0, np.nan]), np.array([2.0, np.nan]), "sample"),
         (torch.zeros(2), torch.zeros(2), None),
-        (torch.zeros(2), np.zeros(2, np.float32), "$"),
+        (torch.zeros(2), np.zeros(2, np.float32), "sample"),
         *((kind(float("nan")), kind(float("nan")), None) for kind in (float, np.float16, torch.tensor)),
     ],
 )
@@ -144,7 +144,7 @@ class Halved:
 def test_a_dataset_with_a_state_is_refused(wrap: Any) -> None:
     """What reading changes makes the second sample another one."""
     dataset = Halved(np.full((40, 2), 8.0))
-    with pytest.raises(NondeterministicDatasetError, match=r"every access: \$\[1\] differs"):
+    with pytest.raises(NondeterministicDatasetError, match=r"every access: sample\[1\] differs"):
         CachedDataset(wrap(dataset))
     assert (dataset.reads, dataset.memo) == (0, {})
 
@@ -376,7 +376,7 @@ def test_a_random_sample_that_cannot_be_cached_is_random_first(draw: Any) -> Non
     """To make it something that can be cached would only lead to the next error."""
     with pytest.raises(NondeterministicDatasetError, match="drawn from"):
         CachedDataset(Made(lambda index: (Opaque(), draw())))
-    with pytest.raises(UnsupportedSampleError, match=r"\$\[0\]"):
+    with pytest.raises(UnsupportedSampleError, match=r"sample\[0\]"):
         CachedDataset(Made(lambda index: (Opaque(), index)))
 
 

@@ -343,7 +343,7 @@ def test_a_shape_that_fits_both_layouts_has_to_be_named() -> None:
     assert RandomResizedCrop(4, layout="CHW")(some_images(2, 7, 6, 5)).shape == (2, 7, 4, 4)
 
 
-BHWC = r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got .* as image\[None\]"
+BHWC = r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at batch, but got .* as image\[None\]"
 OTHER_CHANNELS = "with 1 or 3 or 4 channels and layout='auto' it fits neither; pass layout="
 KEYS = r"the keys \['image', 'images'\]; pass the key"
 
@@ -360,18 +360,21 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
             "3 channels and layout='HWC' it fits neither",
         ),
         *((each, some_images(5, 6, 3), ValueError, BHWC) for each in (normalize, crop, flip)),
-        *((each, some_images(2, 3, 6, 4), ValueError, r"at \$, .* it fits HWC and") for each in (crop, flip)),
+        *(
+            (each, some_images(2, 3, 6, 4), ValueError, r"at batch, .* it fits HWC and")
+            for each in (crop, flip)
+        ),
         *((each, some_images(2, 5, 6, 7), ValueError, OTHER_CHANNELS) for each in (crop, flip)),
         (normalize, {"label": LABELS}, ValueError, r"in a mapping, but got the keys \['label'\]"),
         (normalize, {"image": IMAGES, "images": IMAGES}, ValueError, KEYS),
         (normalized(key="pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
         (normalized(key=3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
         (normalized(key="image"), IMAGES, ValueError, "the batch is a tensor"),
-        (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at \$\[0\], but got str"),
-        (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at \$\['image'\], .*float32"),
-        (normalize, b"bytes", TypeError, r"a uint8 tensor at \$, but got bytes"),
-        (crop, (IMAGES.int(),), TypeError, r"uint8 or floats at \$\[0\], but got torch.int32"),
-        (crop, ("a.jpg",), TypeError, r"RandomResizedCrop expects images as a tensor at \$\[0\]"),
+        (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at batch\[0\], but got str"),
+        (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at batch\['image'\], .*float32"),
+        (normalize, b"bytes", TypeError, r"a uint8 tensor at batch, but got bytes"),
+        (crop, (IMAGES.int(),), TypeError, r"uint8 or floats at batch\[0\], but got torch.int32"),
+        (crop, ("a.jpg",), TypeError, r"RandomResizedCrop expects images as a tensor at batch\[0\]"),
         (crop, some_images(2, 0, 6, 3), ValueError, r"with pixels, but got the shape \(2, 0, 6, 3\)"),
     ],
 )

@@ -105,7 +105,7 @@ def changes(found: LoaderReport, free_bytes: int = 1 << 40) -> dict[str, float]:
 
 def test_gains_are_those_of_the_bound_the_largest_first() -> None:
     """With the share that the table shows."""
-    found = report(counts=[[0, 10, 0, 0, {"a": 5_000_000}]])
+    found = report(counts=[[0, 10, 0, 0, 0, {"a": 5_000_000}]])
     assert changes(found) == {"workers": 4.0, "cache": 2.0}
     (workers, cache) = suggest(found, 1 << 40)
     assert workers.text == "num_workers=8 instead of 2"
@@ -121,9 +121,13 @@ def test_gains_are_those_of_the_bound_the_largest_first() -> None:
     ("counts", "free_bytes", "said"),
     [
         ([], 1 << 40, "how much memory it needs is unknown"),
-        ([[0, 4, 0, 0, {"a": 9_000_000}]], 1, 'cache="lmdb:PATH"'),
-        ([[0, 4, 0, 0, {"a": 9_000_000}], [0, 4, 0, 0, {"a": 9_000_000, "b": 1}]], 1 << 30, "9.0 MB of RAM"),
-        ([[0, 0, 0, 4, {}]], 1 << 40, None),
+        ([[0, 4, 0, 0, 0, {"a": 9_000_000}]], 1, 'cache="lmdb:PATH"'),
+        (
+            [[0, 4, 0, 0, 0, {"a": 9_000_000}], [0, 4, 0, 0, 0, {"a": 9_000_000, "b": 1}]],
+            1 << 30,
+            "9.0 MB of RAM",
+        ),
+        ([[0, 0, 0, 0, 4, {}]], 1 << 40, None),
     ],
 )
 def test_the_memory_of_a_cache(counts: Any, free_bytes: int, said: str | None) -> None:
@@ -135,10 +139,10 @@ def test_the_memory_of_a_cache(counts: Any, free_bytes: int, said: str | None) -
 
 def test_a_part_of_an_epoch_is_extrapolated() -> None:
     """100 batches and 4 in flight of the 1,000 that the dataset has."""
-    whole = report(counts=[[0, 4, 0, 0, {"a": 1_040}]])
+    whole = report(counts=[[0, 4, 0, 0, 0, {"a": 1_040}]])
     part = record(num_samples=4_000)
     part.epochs[0][1] = 0
-    found = measured(part, [], [[0, 4, 0, 0, {"a": 1_040}]], Machine(2))
+    found = measured(part, [], [[0, 4, 0, 0, 0, {"a": 1_040}]], Machine(2))
     assert (whole.file_bytes, found.file_bytes) == (1_040, 10_000)
 
 
@@ -146,8 +150,18 @@ def test_resizes_are_saved_if_their_results_are_kept() -> None:
     """And not where the first operation is a crop."""
     work = [("resize", "resize", "", 4000 * MS, 0), ("decode", "load", "", 3120 * MS, 0)]
     for resized, gain in (10, 4.0), (0, 1.78):
-        found = measured(record(), [sums(*work)], [[0, 10, resized, 0, {"a": 1}]], Machine(8))
+        found = measured(record(), [sums(*work)], [[0, 10, resized, 0, 0, {"a": 1}]], Machine(8))
         assert changes(found)["cache"] == pytest.approx(gain, abs=0.01)
+
+
+def test_what_a_cache_does_too_is_not_saved() -> None:
+    """To open the files, to know them, and to read those that the dataset reads to memory itself."""
+    work = [(stage, stage, "", 1780 * MS, 0) for stage in ("open", "read", "decode", "collate")]
+    for in_memory, looked_up_ms, left in (0, 0, 1 / 2), (10, 0, 3 / 4), (5, 0, 5 / 8), (0, 1000, 5 / 8):
+        lookups = [("cache", "identity", "", looked_up_ms * MS, 0)] * (looked_up_ms > 0)
+        counts = [[0, 10, 0, in_memory, 0, {"a": 1}]]
+        found = measured(record(), [sums(*work, *lookups)], counts, Machine(8))
+        assert changes(found)["cache"] == pytest.approx(1 / left, abs=0.02)
 
 
 def test_a_lock_is_named_and_more_workers_are_not() -> None:

@@ -26,7 +26,7 @@ from fastload.cache.file_cache import _stores, forget_stores
 from fastload.profiling import sampler
 from fastload.profiling.recorder import Profile
 from fastload.readers import identity
-from fastload.readers.resizes import NUM_LEARNT
+from fastload.readers.lessons import NUM_LEARNED
 from fastload.workers import process
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, stop_workers
@@ -381,7 +381,7 @@ class WithLabels(zoo.Quick):
             Image.fromarray(noise).convert(mode).save(folder / f"{number}.png")
 
     def __len__(self) -> int:
-        return 2 * NUM_LEARNT
+        return 2 * NUM_LEARNED
 
     def __getitem__(self, index: int) -> Any:
         images: Any = [Image.open(self.folder / f"{index}.jpg").convert("RGB")]

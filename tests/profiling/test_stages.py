@@ -16,6 +16,7 @@ from fastload.readers import opencv
 PACKAGES, PYTHON = "/lib/site-packages", os.path.dirname(os.__file__)
 FETCH = (f"{PACKAGES}/torch/utils/data/_utils/fetch.py", "fetch", "data")
 ITEM = ("/home/me/train.py", "__getitem__", "self.step")
+PILLOWS_OPEN = (f"{PACKAGES}/PIL/Image.py", "open", "factory")
 
 
 def seen(*layers: tuple[str, str, str]) -> Work:
@@ -55,6 +56,10 @@ def seen(*layers: tuple[str, str, str]) -> Work:
         ([ITEM, (f"{PACKAGES}/PIL/ImageFile.py", "ImageFile.load", "decoder.decode")], "decode", None),
         ([ITEM, (f"{PACKAGES}/PIL/ImageFile.py", "ImageFile.load", "self.fp.read")], "read", "self.fp.read"),
         ([ITEM, (f"{PACKAGES}/PIL/Image.py", "Image.resize", "im.resize")], "resize", "Image.resize"),
+        ([ITEM, PILLOWS_OPEN, (f"{PACKAGES}/PIL/JpegImagePlugin.py", "APP", "x")], "open", "Image.open"),
+        ([ITEM, PILLOWS_OPEN, (f"{PACKAGES}/PIL/ImageFile.py", "f", "fp.read")], "open", "Image.open"),
+        ([ITEM, PILLOWS_OPEN, (opencv.__file__, "init", "facts")], "cache", "init"),
+        ([("/home/me/train.py", "__getitem__", "open")], "open", "open"),
         ([ITEM, (f"{PACKAGES}/PIL/JpegImagePlugin.py", "load_end", "x")], "decode", "load_end"),
         ([ITEM, (f"{PACKAGES}/torchvision/io/image.py", "decode_jpeg", "op")], "decode", "decode_jpeg"),
         ([ITEM, (f"{PACKAGES}/timm/data/transforms.py", "ToNumpy.__call__", "x")], "transform", None),

@@ -14,7 +14,7 @@ from PIL import Image
 from fastload.errors import DecodeMismatchError
 from fastload.readers import patches, pillow
 from fastload.readers.decode_cache import DecodeCache, inactive
-from fastload.readers.resizes import NUM_LEARNT
+from fastload.readers.lessons import NUM_LEARNED
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
@@ -94,7 +94,7 @@ def test_a_remembered_resize_is_as_pillows(name: str, mode: str, active: DictSto
     content = photo(mode=mode)
     with inactive():
         expected = RESIZES[name](opened(content))
-    for _ in range(NUM_LEARNT + 4):
+    for _ in range(NUM_LEARNED + 4):
         resized = RESIZES[name](opened(content).convert(mode))
         assert type(resized) is Image.Image
         assert (resized.mode, resized.size, resized.info) == (mode, expected.size, expected.info)
@@ -112,11 +112,11 @@ def test_a_remembered_resize_is_as_pillows(name: str, mode: str, active: DictSto
 )
 def test_a_resize_that_repeats_is_stored(size_of: Any, active: DictStore) -> None:
     """One size, one shorter or one longer side, for files of all sizes; nothing before that is known."""
-    contents = [photo(width, 60) for width in range(61, 61 + NUM_LEARNT + 10)]
+    contents = [photo(width, 60) for width in range(61, 61 + NUM_LEARNED + 10)]
     for number, content in enumerate(contents):
         image = opened(content)
         image.resize(size_of(image)).load()
-        assert len(active.values) == max(0, number + 1 - NUM_LEARNT)
+        assert len(active.values) == max(0, number + 1 - NUM_LEARNED)
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -132,13 +132,13 @@ def test_the_end_of_an_epoch_decides(is_equal: bool) -> None:
             return sorted(len(stored.array) for stored in store.values.values())
 
         assert read() == []
-        cache.resizes.conclude()
+        cache.lessons.conclude()
         assert read() == ([8 * 8 * 3] * 4 if is_equal else [30 * width * 3 for width in range(40, 44)])
 
 
 def test_images_and_masks_are_learnt_apart(active: DictStore) -> None:
     """By their mode and the filter: masks of another size each do not keep images from being learnt."""
-    for number in range(NUM_LEARNT + 3):
+    for number in range(NUM_LEARNED + 3):
         opened(photo(40 + number)).resize((8, 8), Image.Resampling.BILINEAR).load()
         opened(photo(40 + number, mode="L")).resize((8 + number, 20 + number), 0).load()
     sizes = [len(stored.array) for stored in active.values.values()]
@@ -148,14 +148,14 @@ def test_images_and_masks_are_learnt_apart(active: DictStore) -> None:
 
 def test_what_is_learnt_can_change(active: DictStore) -> None:
     """After results, 64 resizes that do not repeat let originals be stored, and the other way round."""
-    sizes = [(8, 8)] * (NUM_LEARNT + 1)
-    sizes += [(9 + number, 99 + number) for number in range(NUM_LEARNT)]
-    sizes += [(7, 7)] * (NUM_LEARNT + 1)
+    sizes = [(8, 8)] * (NUM_LEARNED + 1)
+    sizes += [(9 + number, 99 + number) for number in range(NUM_LEARNED)]
+    sizes += [(7, 7)] * (NUM_LEARNED + 1)
     for number, size in enumerate(sizes):
         opened(photo(40 + number)).resize(size).load()
     stored = list(active.values.values())
     is_original = [type(each.note[0]) is str for each in stored]
-    assert is_original == [False] * NUM_LEARNT + [True] * (NUM_LEARNT + 1) + [False]
+    assert is_original == [False] * NUM_LEARNED + [True] * (NUM_LEARNED + 1) + [False]
 
 
 def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
@@ -163,7 +163,7 @@ def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
     content = photo()
     for number in range(500):
         image = opened(content)
-        assert len(active.values) == (number >= NUM_LEARNT)
+        assert len(active.values) == (number >= NUM_LEARNED)
         image.resize((3 + number % 31, 3 + number % 37), Image.Resampling.BILINEAR).load()
         image.resize((8, 8), Image.Resampling.BICUBIC, (number % 7, 1, 30, 30)).load()
         image.crop((number % 7, 1, 30, 30)).resize((8, 8)).load()
@@ -173,7 +173,7 @@ def test_random_sizes_leave_nothing_behind(active: DictStore) -> None:
 # --- instead of the image --------------------------------------------------------------------------------
 
 
-NUM_FILES = NUM_LEARNT + 6
+NUM_FILES = NUM_LEARNED + 6
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp", "bmp"])
@@ -184,7 +184,7 @@ def test_results_are_stored_instead_of_photographs(kind: str, active: DictStore,
         expected = outcomes(paths, shorter)
         sizes = [shorter(torchvisions(path)).size for path in paths]
     misses = cache_counts.misses
-    for num_decoded, num_stored in ((NUM_FILES, 6), (NUM_LEARNT, NUM_FILES), (0, NUM_FILES)):
+    for num_decoded, num_stored in ((NUM_FILES, 6), (NUM_LEARNED, NUM_FILES), (0, NUM_FILES)):
         assert outcomes(paths, shorter) == expected
         assert cache_counts.misses - misses == num_decoded
         misses = cache_counts.misses
@@ -205,7 +205,7 @@ def test_a_transform_that_changes_gets_the_photograph(active: DictStore, tmp_pat
         (lambda image: image.reduce(2), False),
         (lambda image: image, True),
     ]
-    for path, (function, is_stored) in zip(paths[NUM_LEARNT:], functions, strict=False):
+    for path, (function, is_stored) in zip(paths[NUM_LEARNED:], functions, strict=False):
         with inactive():
             expected = outcomes([path], function)
         for number in range(3):
@@ -240,8 +240,8 @@ def test_two_sizes_of_the_same_files(active: DictStore, tmp_path: Path) -> None:
     with inactive():
         expected = [outcomes(paths, function) for function in functions]
     for _ in range(3):
-        assert [outcomes(paths[NUM_LEARNT // 2 :], each) for each in functions] == [
-            pixels[NUM_LEARNT // 2 :] for pixels in expected
+        assert [outcomes(paths[NUM_LEARNED // 2 :], each) for each in functions] == [
+            pixels[NUM_LEARNED // 2 :] for pixels in expected
         ]
     num_stored = len(active.values)
     assert [outcomes(paths, each) for each in functions] == expected
@@ -298,9 +298,9 @@ def test_images_that_are_kept_hold_few_files(tmp_path: Path, monkeypatch: pytest
     with DecodeCache(DictStore(), verify_share=0.0).active():
         outcomes(paths, shorter)
         before = num_open()
-        images = [torchvisions(path) for path in paths[NUM_LEARNT:]]
+        images = [torchvisions(path) for path in paths[NUM_LEARNED:]]
         assert num_open() == before + 16
-        for path, image in zip(paths[NUM_LEARNT:], images, strict=True):
+        for path, image in zip(paths[NUM_LEARNED:], images, strict=True):
             with inactive():
                 expected = torchvisions(path).tobytes()
             copy = image.copy()
@@ -348,7 +348,7 @@ def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) ->
     patches.meet()
     with DecodeCache(store, verify_share=1.0).active():
         expected = outcomes(paths, shorter)
-        assert outcomes(paths[NUM_LEARNT:], shorter) == expected[NUM_LEARNT:]
+        assert outcomes(paths[NUM_LEARNED:], shorter) == expected[NUM_LEARNED:]
         for key, stored in store.values.items():
             store.values[key] = stored._replace(array=stored.array + np.uint8(1))
         with pytest.raises(DecodeMismatchError):

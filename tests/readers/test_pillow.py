@@ -26,7 +26,7 @@ from fastload.errors import DecodeMismatchError
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.lazy_image import lazy_core
-from fastload.readers.resizes import Resizes
+from fastload.readers.lessons import Lessons
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
@@ -305,9 +305,9 @@ def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path:
             assert found == expected, f"{title}, round {number}, of {name}"
 
 
-def resizes_in(state: int) -> Resizes:
+def resizes_in(state: int) -> Lessons:
     """What is known of first resizes: 0 for nothing; 1: they repeat; 2: they do not."""
-    resizes = Resizes()
+    resizes = Lessons()
     resizes._counts[:, -1] = state
     return resizes
 

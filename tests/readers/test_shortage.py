@@ -10,6 +10,7 @@ import pytest
 
 import fastload
 from fastload.cache import file_cache
+from fastload.cache.ram import store as ram
 from tests.kit.datasets import Made
 
 if TYPE_CHECKING:
@@ -51,6 +52,36 @@ def test_what_the_machine_cannot_hold_is_kept_on_disk(images: Any, caplog: Any, 
         list(loader)
     (line,) = caplog.messages
     assert 'cache="lmdb:PATH" keeps them on disk' in line
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_cache_that_holds_less_than_a_tenth_is_given_up(
+    num_workers: int, tmp_path: Path, settled: None, caplog: Any, monkeypatch: Any
+) -> None:
+    """Its memory is for the encoded files; one line says so. A limit of the user's is filled all the same."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    paths = [str(tmp_path / f"{number}.png") for number in range(60)]
+    for number, path in enumerate(paths):
+        cv2.imwrite(path, np.full((300, 300, 3), number, np.uint8))
+    monkeypatch.setattr(ram, "limit_bytes", lambda *_: 1_200_000)  # for four of them
+    images = Made(lambda index: cv2.imread(paths[index]), 60)
+    with fastload.DataLoader(
+        images, 4, cache="ram", num_workers=num_workers, persistent_workers=num_workers > 0
+    ) as loader:
+        for _ in range(3):
+            assert [int(batch[0, 0, 0, 0]) for batch in loader] == list(range(0, 60, 4))
+        assert "nothing is remembered any more" in loader.explain()
+        hits, misses = loader.stats().cache_hits, loader.stats().cache_misses
+    (line,) = caplog.messages
+    assert (hits, misses) == (0, 60)
+    assert "too few to be of use: nothing is remembered any more" in line
+    assert file_cache.store_of_process("auto").nbytes == 0
+    caplog.clear()
+    with fastload.DataLoader(images, 4, cache="ram:1.2MB") as loader:
+        for _ in range(2):
+            list(loader)
+        assert loader.stats().cache_hits > 0
+    assert 'cache="ram:1G" would hold all' in caplog.text
 
 
 def test_where_all_fits_nothing_is_said(images: Any, caplog: Any) -> None:

@@ -218,7 +218,7 @@ def test_a_stream_whose_methods_need_arguments(methods: Any, options: dict[str, 
         assert labels(loader) == labels(DataLoader(Stream(), 3))
         next(iter(loader))
         loader.load_state_dict(through_json(loader.state_dict()))
-        with pytest.raises(ResumeError, match=r"after 1 batches: .*(without arguments|OwnFork)"):
+        with pytest.raises(ResumeError, match=r"at batch 1: .*(without arguments|OwnFork)"):
             iter(loader)
 
 

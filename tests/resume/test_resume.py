@@ -153,7 +153,7 @@ def test_torch_s_own_iterators_say_that_they_cannot() -> None:
             iterator = iter(loader)
             next(iterator), next(iterator)
             resumed.load_state_dict(loader.state_dict())
-            with pytest.raises(ResumeError, match="after 2 batches: multiprocessing_context is a OwnFork"):
+            with pytest.raises(ResumeError, match="at batch 2: multiprocessing_context is a OwnFork"):
                 iter(resumed)
             assert len(list(iterator)) == 1
             assert loader.state_dict()["epoch"] == number

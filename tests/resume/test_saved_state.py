@@ -137,19 +137,24 @@ def ranked(num_ranks: int = 2, rank: int = 0, seed: int = 3) -> DataLoader:
 
 # Of which loader, after how many batches; to which loader, and the error at its first batch.
 MISFITS: list[tuple[DataLoader, int, DataLoader, str]] = [
-    (foreign(), 3, foreign(), r"for the first 3 batches.*attribute `generator`"),
-    (make("in order"), 10, make("in order", dataset=Numbers(8)), "at least 10 batches, but .* now has 2"),
-    (make("in order"), 2, make("in order", batch_size=5), "for the first 2 batches"),
+    (foreign(), 3, foreign(), r"before batch 3.*attribute `generator`"),
+    (
+        make("in order"),
+        10,
+        make("in order", dataset=Numbers(8)),
+        "at batch 10, but the sampler has only 2 now",
+    ),
+    (make("in order"), 2, make("in order", batch_size=5), r"batch_size was \d, and is 5"),
     (make("stateful"), 0, make("in order"), "has 'sampler', but this loader has no such"),
     (make("Mute"), 9, make("Mute", dataset=Mute(11)), "again, but it ended after 4"),
     (make("Mute", 2), 4, make("Mute", 1), "for each of 2 workers, but .* has 1"),
     (make("Mute"), 4, make("Mute", batch_size=4), "batch_size 3, but this loader has 4: give it 3"),
     (make("Stream"), 2, make("Mute"), "a Mute, has no state_dict"),
     (make("MakesSamples"), 2, make("Mute"), "a generator, has no state_dict"),
-    (by_keys(list("abcd")), 1, by_keys(list("axcd")), "different indices"),
-    (by_keys([object()] * 4), 1, by_keys([Ellipsis] * 4), "different indices"),
-    (ranked(), 2, ranked(seed=4), "different indices for the first 2"),
-    (ranked(), 2, ranked(num_ranks=3), "different indices for the first 2"),
+    (by_keys(list("abcd")), 1, by_keys(list("axcd")), "gave other indices"),
+    (by_keys([object()] * 4), 1, by_keys([Ellipsis] * 4), "gave other indices"),
+    (ranked(), 2, ranked(seed=4), "before batch 2, the sampler gave other"),
+    (ranked(), 2, ranked(num_ranks=3), "before batch 2, the sampler gave other"),
 ]
 
 

@@ -68,41 +68,44 @@ _DIFFERS = "in the first sample of the batch and"
 NOT_COLLATED: dict[str, tuple[Any, str]] = {
     "shapes": (
         lambda i: (np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(i + 1, 4), "label": i}),
-        f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
+        f"sample[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
     ),
-    "image": (picture, f"$[0] is an Image, {_CANNOT} numpy."),
-    "object": (lambda i: [i, object()], f"$[1] is an object, {_CANNOT} arrays"),
-    "array of objects": (lambda i: np.array([None]), f"$ is an array (1,) object, {_CANNOT} arrays"),
-    "nothing": (lambda i: {"a": None}, f"$['a'] is a NoneType, {_CANNOT} arrays"),
+    "image": (picture, f"sample[0] is an Image, {_CANNOT} numpy."),
+    "object": (lambda i: [i, object()], f"sample[1] is an object, {_CANNOT} arrays"),
+    "array of objects": (lambda i: np.array([None]), f"sample is an array (1,) object, {_CANNOT} arrays"),
+    "nothing": (lambda i: {"a": None}, f"sample['a'] is a NoneType, {_CANNOT} arrays"),
     "one is nothing": (
         lambda i: (i, None if i == 2 else i),
-        f"$[1] is an int {_DIFFERS} a NoneType in sample 2",
+        f"sample[1] is an int {_DIFFERS} a NoneType in sample 2",
     ),
     "two sizes": (
         datasets.images_of_two_sizes,
-        f"$ is an array (4, 4) uint8 {_DIFFERS} an array (4, 5) uint8 in sample 10",
+        f"sample is an array (4, 4) uint8 {_DIFFERS} an array (4, 5) uint8 in sample 10",
     ),
     "images": (
         lambda i: np.zeros((4 + i, 4, 3), np.uint8),
-        f"$ is an array (4, 4, 3) uint8 {_DIFFERS} an array (5, 4, 3) uint8 in sample 1",
+        f"sample is an array (4, 4, 3) uint8 {_DIFFERS} an array (5, 4, 3) uint8 in sample 1",
     ),
     "tensors": (
         lambda i: torch.zeros(3, 4 + i, 4),
-        f"$ is a tensor (3, 4, 4) float32 {_DIFFERS} a tensor (3, 5, 4) float32 in sample 1",
+        f"sample is a tensor (3, 4, 4) float32 {_DIFFERS} a tensor (3, 5, 4) float32 in sample 1",
     ),
     "types": (
         lambda i: np.zeros(3) if i == 1 else torch.zeros(3),
-        f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1",
+        f"sample is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1",
     ),
     "keys": (
         lambda i: {"a": 1} if i == 2 else {"a": 1, "b": 2},
-        f"$ is a dict of {{'a': int, 'b': int}} {_DIFFERS} a dict of {{'a': int}} in sample 2",
+        f"sample is a dict of {{'a': int, 'b': int}} {_DIFFERS} a dict of {{'a': int}} in sample 2",
     ),
     "lengths": (
         lambda i: {"a": [1] * (i + 2)},
-        f"$['a'] is a list of [int, int] {_DIFFERS} a list of [int, int, int] in sample 1",
+        f"sample['a'] is a list of [int, int] {_DIFFERS} a list of [int, int, int] in sample 1",
     ),
-    "containers": (lambda i: [1] if i == 0 else 1, f"$ is a list of [int] {_DIFFERS} an int in sample 1"),
+    "containers": (
+        lambda i: [1] if i == 0 else 1,
+        f"sample is a list of [int] {_DIFFERS} an int in sample 1",
+    ),
 }
 
 
@@ -341,7 +344,7 @@ def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> N
 
     cure = 'return numpy.asarray(image.convert("RGB")), or numpy.asarray(image) for a mask. Change it in the '
     for text in (refused.value.__notes__[0], caught.value.__notes__[0]):
-        assert "$[0] is an Image" in text
+        assert "sample[0] is an Image" in text
         assert cure in text
 
 

@@ -202,6 +202,18 @@ class SharedStore:
         """Whether something had no room."""
         return bool(self._tables) and self._tables[-1].is_short
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether nobody chose the limit."""
+        return self._max_memory == "auto"
+
+    def retire_own(self) -> None:
+        """Let every process let go of the tables that this one has made."""
+        for table in self._tables:
+            if table.pid == os.getpid():
+                table.retire()
+        self._tables = tuple(table for table in self._tables if not table.is_retired)
+
     def close(self) -> None:
         """Let go of all tables; all later reads are misses. Records that were handed out stay valid."""
         with self._lock():
