@@ -515,9 +515,9 @@ def watching() -> str:
 def seeding() -> str:
     """What seeding before each sample costs."""
     results = json.loads((RESULTS / "reproducibility.json").read_text())
-    costs_us = [ratio["value"] for ratio in results["questions"][0]["ratios"].values()]
+    costs_us = [round(ratio["value"]) for ratio in results["questions"][0]["ratios"].values()]
     return (
-        f"It costs {spread([round(cost) for cost in costs_us])} microseconds a sample with 0 to 100 transforms "
+        f"It costs {spread(costs_us)} microseconds a sample with 0 to 100 transforms "
         "([details](../../benchmarks/README.md#reproducibility))."
     )
 
