@@ -228,9 +228,12 @@ def run_tests(row: Row, left_out: list[str]) -> dict[str, Any]:
     names: dict[str, set[str]] = {"passed": set(), "skipped": set(), "failed": set(), "not_run": set()}
     for case in suite.iter("testcase"):
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-        names[_outcome(case, left_out)].add(name)
-    for outcome, others in itertools.combinations(names, 2):  # a test and its fixture are reported one by one
-        names[outcome] -= names[others]
+        outcome = _outcome(case, left_out)
+        names[outcome].add(name)
+        if outcome == "failed":
+            print(f"  failed: {name}: {_problems(case)[0].get('message', ''):.300}".replace("\n", " "))
+    for kind, others in itertools.combinations(names, 2):  # a test and its fixture are reported one by one
+        names[kind] -= names[others]
     return {
         **{outcome: len(names[outcome]) for outcome in ("passed", "failed", "skipped")},
         "failures": sorted(names["failed"]),
@@ -239,9 +242,13 @@ def run_tests(row: Row, left_out: list[str]) -> dict[str, Any]:
     }
 
 
+def _problems(case: ET.Element) -> list[ET.Element]:
+    return [child for child in case if child.tag in ("failure", "error")]
+
+
 def _outcome(case: ET.Element, left_out: list[str]) -> str:
     """How a test or the import of its file ended; not_run: it imports what could not be installed."""
-    problems = [child for child in case if child.tag in ("failure", "error")]
+    problems = _problems(case)
     if not problems:
         return "passed" if case.find("skipped") is None else "skipped"
     # What a test that could not run has left behind is reported beside its error.
@@ -294,8 +301,6 @@ def run(row: Row, found: dict[str, str], arguments: argparse.Namespace) -> None:
             "not_installed": left_out,
         }
         print(f"  {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
-        for name in result["failures"]:
-            print(f"  failed: {name}")
     except NotAvailableError as error:
         result = {"not_available": str(error)}
         print(f"  not available: {error}")

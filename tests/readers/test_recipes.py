@@ -6,12 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h5py
-import nibabel
 import numpy as np
-import pydicom
 import pytest
-import rasterio
 
 from fastload.readers.decode_cache import DecodeCache, inactive
 from tests.kit.decoding import check_three_rounds, outcome
@@ -20,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.kit.decoding import DictStore
+
+h5py, nibabel, pydicom, rasterio = map(pytest.importorskip, ("h5py", "nibabel", "pydicom", "rasterio"))
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "frameworks.md"
 VOXELS = np.random.default_rng(0).integers(0, 999, (12, 11, 10), dtype=np.uint16)

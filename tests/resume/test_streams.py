@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import pytest
 
 from fastload import DataLoader
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def _hugging_face(length: int = 41) -> Any:
-    return datasets.Dataset.from_dict({"x": list(range(length))}).to_iterable_dataset(num_shards=4)
+    hugging_face = pytest.importorskip("datasets")
+    return hugging_face.Dataset.from_dict({"x": list(range(length))}).to_iterable_dataset(num_shards=4)
 
 
 def _number(sample: dict[str, int]) -> dict[str, int]:
