@@ -89,7 +89,7 @@ _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
 
 
 _stores: weakref.WeakValueDictionary[tuple[int, int], LmdbStore] = weakref.WeakValueDictionary()
-_stores_lock = threading.RLock()
+stores_lock = threading.RLock()  # which forks wait for
 
 
 def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
@@ -121,7 +121,7 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         if create is None:
             raise CacheError(f"cannot read the cache {why_unreadable(error)}") from error
         raise CacheError(f"cannot make the cache {path}: {why_unwritable(error, path)}") from error
-    with _stores_lock:
+    with stores_lock:
         key = (status := os.fstat(fd)).st_dev, status.st_ino
         store = _stores.get(key)
         if store is not None and store.is_overwritten:
@@ -613,7 +613,7 @@ _forking: list[LmdbStore] = []
 
 def _before_fork() -> None:
     """Close all environments, when no thread uses one; commit nothing, which could take long."""
-    _stores_lock.acquire()
+    stores_lock.acquire()
     _forking[:] = _stores.values()
     for store in _forking:
         store._lock.acquire()
@@ -628,7 +628,7 @@ def _after_fork(*, in_child: bool = False) -> None:
             store._pending_bytes = 0
         store._lock.release()
     _forking.clear()
-    _stores_lock.release()
+    stores_lock.release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
