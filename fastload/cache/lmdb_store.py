@@ -83,6 +83,7 @@ _POLL_S = 0.001
 _RETRY_S = 60.0  # after the disk was full
 _MAX_READERS = 2048
 _MAP_BYTES = 1 << 40
+_LOCK_BYTES = 1 << 20  # more than the lock file takes
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
@@ -398,8 +399,7 @@ class LmdbStore:
 
     def _written(self, change: Callable[[Any], None]) -> None:
         """Change the file in a transaction, when it is this process's turn."""
-        disk = os.fstatvfs(self._fd)
-        free_bytes, all_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        free_bytes, all_bytes = _disk_bytes(self._fd)
         if free_bytes - self._pending_bytes < min(all_bytes * FREE_SHARE, FREE_MAX_BYTES):
             raise OSError(errno.ENOSPC, "a twentieth of the disk, or 20 GiB, stays free for other things")
         if not os.path.exists(self.path + BOOT):
@@ -503,6 +503,8 @@ class LmdbStore:
             )
         os.close(self._turn())
         self._claim_space()
+        if _disk_bytes(self._fd)[0] < _LOCK_BYTES and not _is_allocated(self.path + LOCK):
+            raise RefusedError(self.path, "its disk is full, and LMDB needs a lock file beside it")
         map_bytes, file_bytes = _MAP_BYTES, os.fstat(self._fd).st_size
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             map_bytes = max(file_bytes, min(map_bytes, available_bytes() // 4))
@@ -575,6 +577,19 @@ def _file_at(path: str) -> tuple[int, int] | None:
     with contextlib.suppress(OSError):
         return (status := os.stat(path)).st_dev, status.st_ino
     return None
+
+
+def _is_allocated(path: str) -> bool:
+    """Whether a file is on its disk: to write to a hole through a mapping ends the process on a full one."""
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_blocks > 0
+    return False
+
+
+def _disk_bytes(fd: int) -> tuple[int, int]:
+    """How much of the disk of a file is free, and all of it."""
+    disk = os.fstatvfs(fd)
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
 
 def _stamp(fd: int) -> tuple[int, int, int] | None:
