@@ -29,7 +29,7 @@ BUDGETS = {
     "epochs": (1474, 1050),
     "workers": (1790, 1150),
     "batch": (1152, 800),
-    "cache": (3887, 2600),
+    "cache": (3879, 2600),
     "readers": (1510, 1200),
     "images": (704, 600),
     "augmentation": (886, 800),
