@@ -83,8 +83,8 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any
     except (OSError, lmdb.DiskError) as error:
         if isinstance(error, CacheError):
             raise
-        reason = why_unwritable(error, path).removeprefix(f"/proc/self/fd/{fd}: ")
-        raise CacheError(f"cannot open the cache {path}: {reason}") from error
+        why = why_unwritable(error, path).removeprefix(f"/proc/self/fd/{fd}: ")
+        raise CacheError(f"cannot open the cache {path}: {why}") from error
     except lmdb.Error as error:
         is_small = isinstance(error, lmdb.MemoryError) and os.fstat(fd).st_size <= _SMALL_BYTES
         if is_small and (problems := problems_of(fd)):  # it claims more pages than memory has room for
