@@ -15,7 +15,6 @@ with an empty cache in RAM. Rules:
 
 from __future__ import annotations
 
-import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +33,7 @@ from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
-from fastload.system.checks import as_path
+from fastload.system.checks import as_path, position_of
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -335,13 +334,8 @@ class CachedDataset(Dataset[Any]):
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
-        position = operator.index(index)
-        if not 0 <= position < self._num_samples:
-            if not -self._num_samples <= position < 0:
-                raise IndexError(
-                    f"index {position} is out of range: the dataset has {self._num_samples} samples"
-                )
-            position += self._num_samples
+        length = self._num_samples
+        position = index if type(index) is int and 0 <= index < length else position_of(index, length)
         sample = self.cache.get(position)
         if sample is None:
             return self._read_and_store(position)[0]

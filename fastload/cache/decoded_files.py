@@ -4,10 +4,10 @@ Rules for stores that outlive this system:
 
 1. A file is known by the SHA-256 of its content, and by nothing of this machine: no device, no inode. Bytes
    in memory are known so anyway.
-2. So that a file is not read each time to be known, its hash is stored once, as a record, for its path, size,
-   mtime and ctime together: under b"c" and the digest of these. The path is relative to the folder of the
-   store if the file is below it. A file of which one of these is another one, such as a copy, is read and
-   hashed, and its pixels are found again.
+2. So that a file is not read each time to be known, its hash is stored once, as a record, for its path,
+   inode, size, mtime and ctime together: under b"c" and the digest of these. The path is relative to the
+   folder of the store if the file is below it. A file of which one of these is another one, such as a copy,
+   is read and hashed, and its pixels are found again.
 3. A hash is stored only if the file was the same, and unchanged for a while, before and after reading it (see
    `readers.identity`).
 4. A damaged record is decoded again, and replaced.
@@ -167,7 +167,7 @@ class DecodedFiles:
         content = self._hashed.get(memo)
         if content is None:
             path = os.readlink(f"/proc/self/fd/{fd}").removeprefix(self._root)  # as the kernel names it
-            key = _CONTENT + (digest("file", path, *identity.parts[2:5]) or b"")
+            key = _CONTENT + (digest("file", path, *identity.parts[1:5]) or b"")
             content = self._value(key)
             if not isinstance(content, bytes):
                 content = hash_of(fd)

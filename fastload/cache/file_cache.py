@@ -57,8 +57,8 @@ class FileCache:
 
     def poll(self) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
-        if isinstance(self.store, SharedStore) and not self.is_given_up:
-            self.store.poll(self._use)
+        if isinstance(self.store, SharedStore):
+            self.store.look() if self.is_given_up else self.store.poll(self._use)
 
     def end_epoch(self) -> bool:
         """Decide now what is stored of images that are resized first, and need only what was used.
@@ -117,6 +117,8 @@ class FileCache:
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
         patches.meet()
+        if self.is_given_up:
+            self.poll()  # a worker lets go of the memory, too
         active = contextlib.nullcontext() if self.is_given_up else self._decode_cache.active()
         with ends.met() or contextlib.nullcontext(), active:
             yield

@@ -11,19 +11,27 @@ Rules:
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from fastload.cache.inventory import PARTIAL, damaged_keys
-from fastload.cache.lmdb_store import LmdbStore, open_store
+from fastload.cache.lmdb_store import LmdbStore, open_store, stores_lock
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.samples import StoredSamples
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.memory.segment import is_for_child
-from fastload.system.checks import TEXT, as_path, check_fields, dict_of, integer, list_of, optional
+from fastload.system.checks import (
+    TEXT,
+    as_path,
+    check_fields,
+    dict_of,
+    integer,
+    list_of,
+    optional,
+    position_of,
+)
 from fastload.system.paths import cache_path
 
 if TYPE_CHECKING:
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
 
 KIND = "samples"
 CURE = "delete the file, and build it again"
-_opening = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class LMDBCache(StoredSamples):
         return {**vars(self), **changes, "reason": "opened by its path"}
 
     def _open(self) -> LmdbStore:
-        with _opening:  # of the threads that meet an unpickled cache, one opens it
+        with stores_lock:  # of the threads that meet an unpickled cache, one opens it
             if self._store is None:
                 store, self._description = open_finished(self.path)
                 if store.meta["uuid"] != self._uuid:
@@ -135,6 +142,7 @@ class LMDBCache(StoredSamples):
     def __getitem__(self, index: int) -> Any:
         from fastload.nested.tree import private_copy  # here: it imports torch
 
+        index = position_of(index, self.num_samples)
         if index not in self:
             why = "after close(): open it again" if self._is_closed else "which leaves it out"
             raise CacheError(f"sample {index} was requested from the cache {self.path} {why}")

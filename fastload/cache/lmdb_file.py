@@ -80,6 +80,11 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any
         ):  # its maker might have been killed
             _make(path, fd, create)
         return _read_meta(path, fd)
+    except (OSError, lmdb.DiskError) as error:
+        if isinstance(error, CacheError):
+            raise
+        why = why_unwritable(error, path).removeprefix(f"/proc/self/fd/{fd}: ")
+        raise CacheError(f"cannot open the cache {path}: {why}") from error
     except lmdb.Error as error:
         is_small = isinstance(error, lmdb.MemoryError) and os.fstat(fd).st_size <= _SMALL_BYTES
         if is_small and (problems := problems_of(fd)):  # it claims more pages than memory has room for
@@ -90,10 +95,6 @@ def examined(path: str, fd: int, create: dict[str, Any] | None) -> dict[str, Any
         raise CacheMismatchError(
             f"{path} is not a cache, or it is damaged ({reason}): use a different path, or {CURE}"
         ) from error
-    except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cannot open the cache {path}: {why_unwritable(error, path)}") from error
     finally:
         os.close(again)
 

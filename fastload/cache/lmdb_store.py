@@ -83,13 +83,14 @@ _POLL_S = 0.001
 _RETRY_S = 60.0  # after the disk was full
 _MAX_READERS = 2048
 _MAP_BYTES = 1 << 40
+_LOCK_BYTES = 1 << 20  # more than the lock file takes
 _FLOCK = "hhqqi"  # struct flock of fcntl(2)
 _SPACES_AT, _NUM_SPACES = 1 << 62, 1 << 32  # bytes, far behind the data, that PID namespaces lock
 _PROBLEM, _DAMAGE, _FULL = range(3)  # what is told once
 
 
 _stores: weakref.WeakValueDictionary[tuple[int, int], LmdbStore] = weakref.WeakValueDictionary()
-_stores_lock = threading.RLock()
+stores_lock = threading.RLock()  # which forks wait for
 
 
 def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
@@ -121,7 +122,7 @@ def open_store(path: str, create: dict[str, Any] | None = None) -> LmdbStore:
         if create is None:
             raise CacheError(f"cannot read the cache {why_unreadable(error)}") from error
         raise CacheError(f"cannot make the cache {path}: {why_unwritable(error, path)}") from error
-    with _stores_lock:
+    with stores_lock:
         key = (status := os.fstat(fd)).st_dev, status.st_ino
         store = _stores.get(key)
         if store is not None and store.is_overwritten:
@@ -398,8 +399,7 @@ class LmdbStore:
 
     def _written(self, change: Callable[[Any], None]) -> None:
         """Change the file in a transaction, when it is this process's turn."""
-        disk = os.fstatvfs(self._fd)
-        free_bytes, all_bytes = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        free_bytes, all_bytes = _disk_bytes(self._fd)
         if free_bytes - self._pending_bytes < min(all_bytes * FREE_SHARE, FREE_MAX_BYTES):
             raise OSError(errno.ENOSPC, "a twentieth of the disk, or 20 GiB, stays free for other things")
         if not os.path.exists(self.path + BOOT):
@@ -503,6 +503,8 @@ class LmdbStore:
             )
         os.close(self._turn())
         self._claim_space()
+        if _disk_bytes(self._fd)[0] < _LOCK_BYTES and not _is_allocated(self.path + LOCK):
+            raise RefusedError(self.path, "its disk is full, and LMDB needs a lock file beside it")
         map_bytes, file_bytes = _MAP_BYTES, os.fstat(self._fd).st_size
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             map_bytes = max(file_bytes, min(map_bytes, available_bytes() // 4))
@@ -577,6 +579,19 @@ def _file_at(path: str) -> tuple[int, int] | None:
     return None
 
 
+def _is_allocated(path: str) -> bool:
+    """Whether a file is on its disk: to write to a hole through a mapping ends the process on a full one."""
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_blocks > 0
+    return False
+
+
+def _disk_bytes(fd: int) -> tuple[int, int]:
+    """How much of the disk of a file is free, and all of it."""
+    disk = os.fstatvfs(fd)
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+
+
 def _stamp(fd: int) -> tuple[int, int, int] | None:
     """Size and times of a file."""
     if fd < 0:
@@ -613,7 +628,7 @@ _forking: list[LmdbStore] = []
 
 def _before_fork() -> None:
     """Close all environments, when no thread uses one; commit nothing, which could take long."""
-    _stores_lock.acquire()
+    stores_lock.acquire()
     _forking[:] = _stores.values()
     for store in _forking:
         store._lock.acquire()
@@ -628,7 +643,7 @@ def _after_fork(*, in_child: bool = False) -> None:
             store._pending_bytes = 0
         store._lock.release()
     _forking.clear()
-    _stores_lock.release()
+    stores_lock.release()
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork

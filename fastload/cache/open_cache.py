@@ -67,11 +67,11 @@ class _Samples:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
         return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)
 
-    def examine(self) -> list[Any]:
-        """Read a few samples, most of them twice, unless this was done before; see `probe`."""
+    def examine(self) -> dict[int, Any]:
+        """The `examples`; reads them, most of them twice, unless this was done before; see `probe`."""
         if not self.examples and len(self):
             self.examples = probe(self.source)
-        return list(self.examples.values())
+        return self.examples
 
 
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
@@ -152,6 +152,9 @@ def _given(samples: _Samples, cache: SampleCache) -> SampleCache:
             f"the cache was made for {cache.num_samples} samples, but the dataset has {len(samples)}: make a "
             "cache for this dataset"
         )
+    changed = first_differing(cache, samples.source, samples.examples, _COMPARED)
+    if changed is not None:
+        raise CacheMismatchError(f"{changed} from the one in the cache: make a cache for this dataset")
     return cache
 
 
@@ -197,7 +200,8 @@ def _shared_cache(samples: _Samples, max_memory: str | float) -> SharedMemoryCac
             ) from None
         if cache is not None:
             return cache
-    cache = SharedMemoryCache(len(samples), samples.examine(), max_memory=max_memory, fingerprint=fingerprint)
+    examples = [*samples.examine().values()]
+    cache = SharedMemoryCache(len(samples), examples, max_memory=max_memory, fingerprint=fingerprint)
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")

@@ -26,7 +26,7 @@ from fastload.errors import ImageReadError
 from fastload.images.decode import DECODE_VERSION, decode, read_file
 from fastload.images.listing import DIGEST_BYTES, list_folder
 from fastload.images.remote import RemoteFiles
-from fastload.system.checks import as_path, check_size
+from fastload.system.checks import as_path, check_size, position_of
 from fastload.system.paths import is_url, local_path
 from fastload.system.torchvision_arrays import reject_arrays
 
@@ -174,7 +174,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             raise AssertionError("only files at URLs are announced")
         # Reading any other index raises its error.
         valid = (index for index in indices if hasattr(index, "__index__") and -length <= index < length)
-        numbers = (_resolve(index, length) for index in valid)
+        numbers = (position_of(index, length) for index in valid)
         remote.expect({self._name(number): int(nbytes[number]) for number in numbers})
 
     @property
@@ -184,7 +184,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def _file(self, index: int) -> tuple[str, bytes | None, int]:
         """The path, the content if the file is remote, and the label of a sample."""
-        number = _resolve(index, len(self))
+        number = position_of(index, len(self))
         path, label = self._sample(number)
         return path, self._content(number), label
 
@@ -279,12 +279,12 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return f"{type(self).__name__}({self.root!r}{size}, {counts})"
 
     def _sample(self, index: int) -> tuple[str, int]:
-        number = _resolve(index, len(self))
+        number = position_of(index, len(self))
         name, remote = self._name(number), self._remote
         return os.path.join(self._root, name) if remote is None else remote.path(name), self._label(number)
 
     def _label(self, index: int) -> int:
-        number = _resolve(index, len(self))
+        number = position_of(index, len(self))
         if self._labels is not None:
             return int(self._labels[number])
         # side="right": a class without images starts at the same place as the next class.
@@ -354,14 +354,6 @@ class TargetsView(SequenceView[int]):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
         return self._labels().astype(dtype or np.int64, copy=False)
-
-
-def _resolve(index: int, length: int) -> int:
-    """``index`` as a number from 0; negative indices count from the end, as in a list."""
-    number = operator.index(index)
-    if not -length <= number < length:
-        raise IndexError(f"sample {number} is out of range: the dataset has {length} samples")
-    return number % length
 
 
 def _transformed(transform: Callable[..., Any], image: Any) -> Any:

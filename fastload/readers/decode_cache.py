@@ -7,7 +7,8 @@ A dataset's code runs in full on every access; a reader asks the cache of its th
 2. A value is stored, and compared, only if its identity was equal before and after decoding.
 3. A key that cannot be built is no cache, never an error. Whatever is not understood is decoded.
 4. A share of the hits is decoded again and compared (`FASTLOAD_VERIFY`, 0.01 by default, 1 in the tests). A
-   file whose decoder does not repeat itself is decoded each time from then on, in all processes.
+   file whose decoder does not repeat itself is decoded each time from then on, in all processes; where the
+   store has no room to say so, or is finished, in this one and its forks.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class DecodeCache:
         self.lessons = lessons or Lessons()
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
-        self._some_unsteady = mmap.mmap(-1, 1)  # one byte: whether to ask for them; shared with forks
+        # Shared with forks: whether to ask the store, and which keys were met, by their first two bytes.
+        self._some_unsteady, self._unsteady = mmap.mmap(-1, 1), mmap.mmap(-1, 1 << 16)
         self._some_unsteady[0] = store.get(_SOME_UNSTEADY) is not None
 
     def active(self) -> AbstractContextManager[DecodeCache]:
@@ -134,7 +136,10 @@ class DecodeCache:
 
     def is_unsteady(self, key: bytes) -> bool:
         """Whether the decoder has returned other pixels for this key; counts a miss then."""
-        if not self._some_unsteady[0] or self.store.get(digest(reasons.UNSTEADY, key) or b"") is None:
+        if not self._some_unsteady[0]:
+            return False
+        is_met = self._unsteady[int.from_bytes(key[:2])]
+        if not is_met and self.store.get(digest(reasons.UNSTEADY, key) or b"") is None:
             return False
         self.missed(reasons.UNSTEADY)
         return True
@@ -150,7 +155,7 @@ class DecodeCache:
             raise error
         for marker in (digest(reasons.UNSTEADY, key) or b"", _SOME_UNSTEADY):
             self.store.put(marker, np.zeros(1, np.uint8), None)
-        self._some_unsteady[0] = 1
+        self._some_unsteady[0] = self._unsteady[int.from_bytes(key[:2])] = 1
         say_once(f"cache: {error}. From now on it is decoded each time")
 
     def is_verification_due(self) -> bool:

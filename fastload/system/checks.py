@@ -50,6 +50,19 @@ def integer(first: int, stop: int | None = None) -> Check:
     )
 
 
+def position_of(index: Any, length: int) -> int:
+    """An index of a dataset as a number from 0; negative indices count from the end, as in a list.
+
+    Raises:
+        IndexError: There is no such sample.
+        TypeError: It is no integer.
+    """
+    position = operator.index(index)
+    if not -length <= position < length:
+        raise IndexError(f"index {position} is out of range: the dataset has {length} samples")
+    return position % length
+
+
 def one_of(*values: Any, or_callable: bool = False) -> Check:
     """One of some values of built-in types, or None; or, where that is allowed, a function."""
     expected = [repr(value).replace("'", '"') for value in values] + ["a function"] * or_callable

@@ -167,6 +167,8 @@ def test_cache_object(tmp_path: Any) -> None:
     assert cache.num_cached == 3
     with pytest.raises(CacheMismatchError, match="made for 20 samples, but the dataset has 21"):
         CachedDataset(Images(21), cache=cache)
+    with pytest.raises(CacheMismatchError, match="sample 0 of the dataset differs at"):
+        CachedDataset(Images(20, shape=(8, 8, 3)), cache=cache)
     CachedDataset(Images(20), cache=f"lmdb:{tmp_path / 'cache'}").cache.close()
     file = LMDBCache(tmp_path / "cache")
     CachedDataset(Images(20), cache=file)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastload.cache.decoded_files import DecodedFiles, open_files
 from fastload.cache.ram.store import SharedStore
 from fastload.cache.records import encode
+from fastload.readers import identity
 from tests.kit.numbered_files import array_of, files_in, key_of, put, right
 
 MB = 1 << 20
@@ -144,3 +145,25 @@ def test_a_damaged_file_is_decoded_again_and_replaced(path: str) -> None:
     if not pid:
         os._exit(right(files, range(6)) != [*range(6)])
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_files_in_folders_that_are_swapped_are_not_taken_for_each_other(
+    path: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Small files of one script have equal sizes and times, where the clock of a file system is coarse."""
+    monkeypatch.setattr(identity, "_facts", lambda s: (s.st_dev, s.st_ino, s.st_size, 1, 1, s.st_mode))
+    store = open_files(path)
+
+    def contents() -> list[Any]:
+        files = DecodedFiles(store)  # another process, which keeps nothing in mind
+        paths = [str(tmp_path / name / "mask") for name in ("left", "right")]
+        return [files.known_as(identity.identify_path(each), each) for each in paths]
+
+    for name in ("left", "right"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mask").write_text(name[:4])
+    before = contents()
+    os.rename(tmp_path / "left", tmp_path / "other")
+    os.rename(tmp_path / "right", tmp_path / "left")
+    os.rename(tmp_path / "other", tmp_path / "right")
+    assert contents() == before[::-1]

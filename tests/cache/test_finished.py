@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 import fastload
-from fastload.cache import lmdb_store
+from fastload.cache import finished, lmdb_store
 from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
@@ -310,3 +311,32 @@ def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
             LMDBCache(tmp_path / name)
         assert caught.value.__traceback__ is not None
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_is_indexed_as_a_list_is(tmp_path: Path) -> None:
+    """By NumPy's integers, from the end, in a loop; an index beyond it raises IndexError."""
+    cache = build_lmdb(Images(3), tmp_path / "cache", num_workers=0, progress=False)
+    assert [label for _, label in cache] == [0, 1, 2]
+    assert (cache[np.int64(1)][1], cache[-1][1]) == (1, 2)
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=f"{index} is out of range"):
+            cache[index]
+
+
+def test_a_thread_that_opens_a_file_keeps_no_fork_from_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """A fork in the middle of that reads the cache, too."""
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, progress=False).close()
+    cache = pickle.loads(pickle.dumps(LMDBCache(tmp_path / "cache")))
+    opens, pids = finished.open_finished, list[int]()
+
+    def forked(path: str) -> Any:
+        if not pids:
+            pids.append(os.fork())
+            if not pids[0]:
+                signal.alarm(10)
+                os._exit(cache[2][1] != 2)
+            assert os.waitpid(pids[0], 0)[1] == 0
+        return opens(path)
+
+    monkeypatch.setattr(finished, "open_finished", forked)
+    assert cache[1][1] == 1

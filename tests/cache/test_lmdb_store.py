@@ -855,6 +855,38 @@ def test_a_full_disk_ends_storing_and_nothing_else(path: str, limit_bytes: int) 
     assert problems_of(store._fd) == []
 
 
+def test_a_full_disk_ends_no_process_that_opens_a_file(
+    path: str, monkeypatch: pytest.MonkeyPatch, lines: Any
+) -> None:
+    """LMDB writes to a mapping of its lock file, for which there is no room; one that has room is used."""
+    stored(open_store(path, {"kind": "files"}), range(3))
+    real = os.fstatvfs
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: os.statvfs_result((*real(fd)[:3], 0, 0, *real(fd)[5:])))
+    for num_found, size in ((3, None), (0, 8192)):
+        open_store(path).close()
+        if size is not None:
+            Path(path + "-lock").write_bytes(b"")
+            os.truncate(path + "-lock", size)
+        assert len(right(open_store(path), range(3))) == num_found
+    assert len(lines()) == 1
+    assert "its disk is full" in lines()[0]
+    assert os.stat(path + "-lock").st_size == 8192
+
+
+def test_a_file_that_the_disk_has_no_room_for_is_not_called_damaged(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the directory, and how much is free there."""
+
+    def denied(*_: Any, **options: Any) -> Any:
+        raise lmdb.DiskError("No space left on device")
+
+    monkeypatch.setattr(lmdb, "open", denied)
+    with pytest.raises(CacheError, match="No space left on device: check that the directory") as raised:
+        open_store(path, {"kind": "files"})
+    assert type(raised.value) is CacheError
+
+
 def test_a_part_of_the_disk_stays_free(path: str, monkeypatch: pytest.MonkeyPatch, lines: Any) -> None:
     """For checkpoints, say. One line, and after a while it is tried again."""
     store = open_store(path, {"kind": "files"})

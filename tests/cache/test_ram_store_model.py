@@ -172,8 +172,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def retire(self) -> None:
         """All processes forget all files."""
-        for store in registry.live():
-            registry.retire(store["name"])
+        for _, table in registry.arenas():
+            table.retire()
+            table.close()
         self.stored.clear()
 
     @rule()

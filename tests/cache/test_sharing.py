@@ -524,6 +524,23 @@ def test_an_edit_that_leaves_the_first_sample_is_noticed() -> None:
     CachedDataset(Made(lambda index: np.full(4, -index), 40), cache_key="empty")
 
 
+def test_a_key_used_twice_at_the_same_moment_is_noticed(monkeypatch: Any) -> None:
+    """Whoever finds a cache finds the samples that its maker has read, to compare them."""
+    hold, errors = registry.hold, list[Exception]()
+
+    def held(arena: Any) -> bool:
+        monkeypatch.setattr(registry, "hold", hold)
+        is_held = hold(arena)
+        with pytest.raises(CacheMismatchError, match="sample 20 of the dataset differs") as raised:
+            CachedDataset(Made(lambda index: -index, 40), cache_key="both")
+        errors.append(raised.value)
+        return is_held
+
+    monkeypatch.setattr(registry, "hold", held)
+    CachedDataset(Made(lambda index: index, 40), cache_key="both")
+    assert len(errors) == 1
+
+
 def test_an_entry_that_a_cleaner_removed_is_put_back_at_the_end_of_an_epoch(registry_folder: Any) -> None:
     """So jobs that start later find the samples."""
     ds = CachedDataset(Images(8), cache_key="photos")

@@ -248,3 +248,13 @@ def test_a_decoder_that_does_not_repeat_itself_is_not_remembered(
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "a file" in caplog.text
     assert cache_counts.reasons[UNSTEADY] > 0
+
+
+def test_what_a_full_store_holds_wrongly_is_decoded_from_then_on(settled: None) -> None:
+    """As a finished file, it cannot be told; this process and its forks know it."""
+    store = DictStore()
+    read(DecodeCache(store, verify_share=0), np.zeros(3))
+    store.is_full = True
+    cache = DecodeCache(store, verify_share=0.5)
+    assert [int(read(cache, np.full(3, number))[0]) for number in range(5)] == [0, 1, 2, 3, 4]
+    assert len(store.values) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -11,6 +12,7 @@ import pytest
 import fastload
 from fastload.cache import file_cache
 from fastload.cache.ram import store as ram
+from fastload.cache.ram.arena import SEGMENT_NAME
 from tests.kit.datasets import Made
 
 if TYPE_CHECKING:
@@ -82,6 +84,31 @@ def test_a_cache_that_holds_less_than_a_tenth_is_given_up(
             list(loader)
         assert loader.stats().cache_hits > 0
     assert 'cache="ram:1G" would hold all' in caplog.text
+
+
+def test_workers_let_go_of_a_cache_that_is_given_up(tmp_path: Path, settled: None, monkeypatch: Any) -> None:
+    """Else they would keep its memory; a loader whose files fit has the room at once."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(ram, "limit_bytes", lambda *_: 1_200_000)  # for four images
+    monkeypatch.setattr(ram, "_LOOK_EVERY_S", 0)
+    paths = [str(tmp_path / f"{number}.png") for number in range(60)]
+    for path in paths:
+        cv2.imwrite(path, np.zeros((300, 300, 3), np.uint8))
+
+    def held(index: int) -> int:
+        assert cv2.imread(paths[index]) is not None
+        with os.scandir("/proc/self/fd") as found:
+            return sum(SEGMENT_NAME in os.path.realpath(entry) for entry in found)
+
+    with (
+        fastload.DataLoader(Made(held, 60), 4, cache="ram", num_workers=1, persistent_workers=True) as train,
+        fastload.DataLoader(Made(held, 3), 3, cache="ram") as validation,
+    ):
+        nums_held = [[int(num) for batch in train for num in batch] for _ in range(2)]
+        list(validation)
+        list(validation)
+        assert validation.stats().cache_hits == 3
+    assert [nums[-1] > 0 for nums in nums_held] == [True, False]
 
 
 def test_where_all_fits_nothing_is_said(images: Any, caplog: Any) -> None:

@@ -232,17 +232,6 @@ def live() -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda about: float(about["created_s"]))
 
 
-def retire(name: str) -> int:
-    """Let all processes let go of what they hold under a name; returns how many bytes that is."""
-    nbytes, seen = 0, set[int]()
-    for _, arena in arenas(name, seen):
-        seen.add(arena.inode)
-        arena.retire()
-        nbytes += arena.nbytes
-        arena.close()
-    return nbytes
-
-
 def entry_of(name: str, fd: int) -> Entry | None:
     """The entry that names a descriptor of this process; None without /proc."""
     namespace, pid = pid_namespace(), os.getpid()

@@ -55,7 +55,7 @@ from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -351,11 +351,12 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 
 def create(
-    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_memory: str | float
+    fingerprint: Fingerprint, num_samples: int, examples: Mapping[int, Any], max_memory: str | float
 ) -> SharedMemoryCache | None:
     """The cache of this name: a new one, or one that another process has just made; None without a registry.
 
-    The arguments are those of `SharedMemoryCache`.
+    The arguments are those of `SharedMemoryCache`, but the examples come with their indices, and are stored:
+    whoever finds the cache compares its own with them.
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
@@ -364,7 +365,10 @@ def create(
     with registry.creating() as is_alone:
         if not is_alone or (cache := find(fingerprint, num_samples)) is not None:
             return cache if is_alone else None
-        cache = SharedMemoryCache(num_samples, examples, max_memory=max_memory, fingerprint=fingerprint)
+        typical = [*examples.values()]
+        cache = SharedMemoryCache(num_samples, typical, max_memory=max_memory, fingerprint=fingerprint)
+        for index, sample in examples.items():
+            cache.put(index, sample)
         if not registry.hold(cache._arena):
             cache.close()
             return None

@@ -154,9 +154,7 @@ class SharedStore:
 
     def get(self, key: bytes) -> memoryview | None:
         """The record under a key of 16 bytes, if there is one: read-only shared memory."""
-        now_s = time.monotonic()
-        if now_s >= self._look_at_s:
-            self._look(now_s)
+        self.look()
         for table in self._tables:
             record = table.find(key)
             if record is not None:
@@ -213,6 +211,7 @@ class SharedStore:
             if table.pid == os.getpid():
                 table.retire()
         self._tables = tuple(table for table in self._tables if not table.is_retired)
+        self._grow_at_s = 0.0  # there is room now for other loaders
 
     def close(self) -> None:
         """Let go of all tables; all later reads are misses. Records that were handed out stay valid."""
@@ -243,10 +242,15 @@ class SharedStore:
                 self._uses.add(use)
                 for table in self._tables:
                     table.keep(now_s)
-        if now_s >= self._look_at_s:
-            self._look(now_s)
+        self.look()
         if (not self._tables or self.is_short) and now_s >= self._grow_at_s:
             self._grow(now_s)
+
+    def look(self) -> None:
+        """Let go of what was retired, and find what other processes have made; a few times a second."""
+        now_s = time.monotonic()
+        if now_s >= self._look_at_s:
+            self._look(now_s)
 
     @property
     def is_owner(self) -> bool:
