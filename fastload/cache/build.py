@@ -215,10 +215,10 @@ class _Files:
             CacheError: All of them are missing.
         """
         if len(left_out) < self.num_samples and not self.store.num_records:
-            raise CacheError(
-                "nothing that the dataset reads can be stored: no supported library decoded a file "
-                "(docs/guides/caching.md lists them), or all files changed less than two seconds ago"
+            why = (
+                "no supported library decoded a file (docs/guides/caching.md lists them), or all are too new"
             )
+            raise CacheError(f"nothing that the dataset reads can be stored: {self.store.problem or why}")
         return {}
 
 
