@@ -18,7 +18,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 
 
 class Transformed(Dataset):
-    """What one writes without a cache: read a image, transform it."""
+    """What one writes without a cache: read an image, transform it."""
 
     def __init__(self, source: Dataset, transform: A.Compose) -> None:
         self.source = source

@@ -75,6 +75,13 @@ class Opened(Plain):
         return Image.fromarray(pixels(index))
 
 
+class Files(Plain):
+    """Files as they are."""
+
+    def __getitem__(self, index: int) -> Any:
+        return bytes(1000), index
+
+
 class Broken(Plain):
     """A sample in it cannot be read."""
 

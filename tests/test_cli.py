@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -143,12 +144,11 @@ MISTAKES: list[tuple[str, int, str]] = [
         ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
         ("file/x", 2, "UsageError: .*file/x"),
         ("''", 2, "is empty: pass a path$"),
-        ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
         ("gs://b/c", 2, "on this machine, but is gs://b/c: first copy the cache to a local disk, and pass"),
     ),
     *((f"cache {command} file", 2 if command == "ls" else 1, ": .*file") for command in CACHE_PATHS),
     ("cache build ZOO ''", 2, "is empty: pass a path$"),
-    ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
+    ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different path$"),
     ("cache verify caches", 1, "caches is a directory, but a cache on disk is one file"),
     ("cache verify left", 2, "left.partial is left of a build: run it again"),
     ("cache verify caches/damaged", 1, "^CacheCorruptError: "),
@@ -189,6 +189,7 @@ MISTAKES: list[tuple[str, int, str]] = [
         2,
         "tests.cli_zoo:pixels should be called without arguments, but missing .* 'index': name a dataset",
     ),
+    ("cache build builtins:dict made", 2, "builtins:dict should be called without arguments, but"),
     ("cache build with_objects:data made", 1, r" \(in sample 0 of the dataset\)$"),
     ("cache build divides:data made", 1, r"^(Zero\w+: ){2}division by zero \(while module 'divides'"),
     ("cache build imports_nothing:data made", 1, r"^Module.* 'not_there' \(while module 'imports_nothing'"),
@@ -335,6 +336,14 @@ def test_what_may_not_be_read_or_written_is_said_in_words(
     assert re.search(said, plain.stderr)
     assert (here / path).exists()
     assert (here / "caches" / "one").exists()
+
+
+def test_a_file_that_may_not_be_written_is_refused_at_once(here: Path, monkeypatch: Any) -> None:
+    """Before the script runs, although its folder can be written."""
+    monkeypatch.setattr(os, "execv", Mock())
+    monkeypatch.setattr(os, "access", lambda path, mode: path != "file")
+    result = fastload_("profile", "-o", "file", "train.py")
+    assert (result.exit_code, os.execv.called) == (2, False)  # type: ignore[attr-defined]
 
 
 def test_ls_passes_over_what_may_not_be_read(here: Path, close: Callable[..., None]) -> None:
@@ -571,6 +580,39 @@ def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, capfd: A
     assert "from below" in err
 
 
+def test_json_needs_no_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose standard output is closed tells by its exit code alone."""
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(main.app)(["cache", "ls", "--json"])
+    assert ended.value.code == 0
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_cache_may_lie_at_any_path(tmp_path: Path) -> None:
+    """Moved to a name that is not valid UTF-8, or behind a link, it is listed and verified."""
+    moved, link = built(tmp_path / "cache").rename(tmp_path / "\udcff.lmdb"), tmp_path / "link"
+    link.symlink_to(moved)
+    for path in (moved, link):
+        (found,) = told("ls", path)["disk"]
+        assert (found["path"], found["state"]) == (str(moved), "finished")
+        assert told("verify", path)["num_damaged"] == 0
+    assert told("rm", moved, "--yes")["caches"][0]["removed"] == [str(moved)]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_the_exit_code_needs_no_output(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the error, also where the error cannot be written, such as on a full disk."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, stream, full)
+        with pytest.raises(SystemExit) as ended:
+            typer.main.get_command(main.app)(["cache", "ls", "no/such", "--json"])
+        assert ended.value.code == 2
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
     """Damage is exit code 1, and the samples are named."""
     folder = tmp_path / "photos"
@@ -720,6 +762,13 @@ def test_images_that_cannot_be_decoded_are_skipped_by_file(tmp_path: Path) -> No
     assert "2.png" in Path(f"{dest}.errors.jsonl").read_text()
 
 
+def test_a_cache_of_no_files_is_no_success(tmp_path: Path) -> None:
+    """Of a dataset that decodes with nothing known, nothing is left that would never be filled."""
+    said = told("build", "tests.cli_zoo:Plain", tmp_path / "cache", "--by", "file", code=1)["error"]
+    assert "no supported library decoded a file" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path, monkeypatch: Any) -> None:
     """Nor the other way around, and a finished cache of samples is left alone. No cache is not filled."""
     root = images(tmp_path / "photos", "a/1.png")
@@ -786,6 +835,8 @@ def test_rm_removes_all_of_several_caches(tmp_path: Path) -> None:
 def test_on_a_terminal_rm_asks(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """Only yes is yes; the question goes to standard error."""
     dest = built(tmp_path / "cache")
+    monkeypatch.setattr(sys, "stdin", None)  # closed
+    assert "is not a terminal to confirm on" in streamed(capfd, "rm", dest)[2]
     ours, theirs = pty.openpty()
     with open(ours, "wb", 0) as user, open(theirs) as terminal:
         monkeypatch.setattr(sys, "stdin", terminal)
@@ -793,7 +844,7 @@ def test_on_a_terminal_rm_asks(tmp_path: Path, capfd: Any, monkeypatch: Any) -> 
         assert "remove" not in streamed(capfd, "rm", dest)[1]
         for answer, expected in ((b"n\n", 1), (b"y\n", 0)):
             user.write(answer)
-            code, out, err = streamed(capfd, "rm", dest, "--json")
+            code, out, err = streamed(capfd, "rm", dest, dest, "--json")
             assert (code, dest.exists()) == (expected, expected == 1), err
             assert f"remove {dest} and all" in err
             said = json.loads(out)

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli import main, source_report
 from fastload.training import machine_report
+from tests.cli_zoo import NUM_SAMPLES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -271,3 +272,9 @@ def test_a_source_without_undecoded_images() -> None:
     found = as_json("tests.cli_zoo:Opened")
     assert found["loader"] == 'fastload.DataLoader(dataset, ..., cache="ram")'
     assert "numpy.asarray" in found["problem"]
+
+
+def test_bytes_and_images_of_pillow_count_whole() -> None:
+    """Those of a file that a dataset returns as it is, and those of an image's pixels."""
+    assert as_json("tests.cli_zoo:Files")["decoded_bytes"] == NUM_SAMPLES * (1000 + 8)
+    assert as_json("tests.cli_zoo:Opened")["decoded_bytes"] == NUM_SAMPLES * 6 * 8 * 3

@@ -209,7 +209,16 @@ class _Files:
         return self._reader.end_epoch()
 
     def described(self, left_out: list[int]) -> dict[str, Any]:
-        """Nothing: each file that is missing is decoded when it is read."""
+        """Nothing: each file that is missing is decoded when it is read.
+
+        Raises:
+            CacheError: All of them are missing.
+        """
+        if len(left_out) < self.num_samples and not self.store.num_records:
+            why = (
+                "no supported library decoded a file (docs/guides/caching.md lists them), or all are too new"
+            )
+            raise CacheError(f"nothing that the dataset reads can be stored: {self.store.problem or why}")
         return {}
 
 
@@ -434,7 +443,7 @@ def compared(
         say_once(
             f"cache: only the number of samples and sample 0 of {cache.path} were compared with the dataset. "
             "Other samples, such as edited labels, are as they were when it was built. Build it with "
-            "cache_key=, and change the key and the path with the samples"
+            "cache_key=, and change the key and the path with the samples, or give its class a fingerprint()"
         )
     what = "fingerprint matches" if is_known else "number of samples and its sample 0 match"
     cache.reason = f"opened, because its {what} the dataset"

@@ -17,10 +17,7 @@ from fastload.system.paths import cache_path
 def cache_file(text: str) -> str:
     """The path of a cache, which becomes absolute."""
     try:
-        text.encode()  # LMDB opens no other names
         path = cache_path(text, "it")
-    except UnicodeEncodeError:
-        raise typer.BadParameter(f"{text!a} is not valid UTF-8: use a different name") from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if not text:
@@ -31,6 +28,10 @@ def cache_file(text: str) -> str:
 def new_cache_file(text: str) -> str:
     """The path at which a cache is created, in a directory that exists."""
     path = cache_file(text)
+    try:
+        path.encode()  # LMDB makes no other files
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{path!a} is not valid UTF-8: use a different path") from None
     if not os.path.isdir(directory := os.path.dirname(path)):
         raise typer.BadParameter(f"{directory} is no directory: make it first, or use a different path")
     return path
@@ -38,7 +39,8 @@ def new_cache_file(text: str) -> str:
 
 def output_file(text: str) -> str:
     """The file that a command writes at the end, checked before hours are spent."""
-    if not text or os.path.isdir(text) or not os.access(os.path.dirname(os.path.abspath(text)), os.W_OK):
+    written = text if os.path.exists(text) else os.path.dirname(os.path.abspath(text))
+    if not text or os.path.isdir(text) or not os.access(written, os.W_OK):
         raise typer.BadParameter(f"it should be a file in a directory that can be written, not {text!r}")
     return text
 

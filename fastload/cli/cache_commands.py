@@ -163,10 +163,10 @@ def ls(
     from fastload.cache.inventory import list_caches
 
     lines, result = ([], {}) if path is not None else _in_memory()
-    directory = path or os.getcwd()
+    directory = os.path.realpath(path or ".")
     caches = list_caches(directory)
     result["disk"] = details = [_details(cache) for cache in caches]
-    if path is not None and [cache.path for cache in caches] == [path]:
+    if path is not None and [cache.path for cache in caches] == [directory]:
         return Answer(result, _shown(details[0]))
     rows = [[item["path"], item["state"], _content(item)] for item in details]
     return Answer(result, [*lines, *(table(rows) if rows else [f"no caches in {directory}"])])
@@ -216,16 +216,17 @@ def rm(
     """
     from fastload.cache import inventory
 
+    paths = list(dict.fromkeys(paths))
     nbytes = sum(inventory.look(path, strict=True).nbytes for path in paths)  # raises before one is removed
     if not yes:
-        if not sys.stdin.isatty():
+        if sys.stdin is None or not sys.stdin.isatty():
             raise CommandError(
                 "nothing was removed: standard input is not a terminal to confirm on; add --yes"
             )
         question = f"remove {', '.join(paths)} and all files of it, {readable_size(nbytes)}?"
         if not typer.confirm(question, err=True):
             raise CommandError("nothing was removed", ExitCode.FAILED) from typer.Abort()
-    removed = [inventory.remove(path) for path in dict.fromkeys(paths)]
+    removed = [inventory.remove(path) for path in paths]
     result = [{"path": one.path, "removed": one.files, "nbytes": one.nbytes} for one in removed]
     lines = [f"removed {one.path}: {readable_size(one.nbytes)}" for one in removed]
     return Answer({"caches": result}, lines)

@@ -60,7 +60,7 @@ def _checked_cache(cache: str) -> str:
 
 
 def _checked_device(device: str) -> str:
-    if not re.fullmatch(r"cuda|cuda:\d+|\d+|cpu|auto", device):
+    if not re.fullmatch(r"cuda|cuda:\d+|cpu|auto", device):
         raise typer.BadParameter(f"it should be cuda, cuda:N, cpu or auto, but is {device!r}")
     if device not in ("cpu", "auto"):
         from fastload.device.devices import why_unavailable
@@ -150,9 +150,9 @@ def profile(
 
     The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
     fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and at most
-    four changes, each with its gain; of a script that used no DataLoader, one line says so. Of several
-    ranks, the first one of each machine is watched. Options of fastload come before SCRIPT; everything
-    after SCRIPT belongs to the script.
+    four changes, each with its gain; of a script that imports torch and uses no DataLoader, one line says
+    so. Of several ranks, the first one of each machine is watched. Options of fastload come before SCRIPT;
+    everything after SCRIPT belongs to the script.
     """
     words = [*["-m"] * is_module, script, *(args or ())]
     output = output and os.path.abspath(output)

@@ -51,7 +51,7 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     if callable(dataset) and (isinstance(dataset, type) or not _is_dataset(dataset)):
         try:
             inspect.signature(dataset).bind()
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # the second: a class in C does not say what it takes
             raise CommandError(
                 f"{source} should be called without arguments, but {error}: name a dataset, or a function "
                 "that makes one"
@@ -106,4 +106,8 @@ def _named(text: str, complaint: str) -> Any:
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
         return False  # probably a path
-    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    from torch.utils.data import IterableDataset  # whose __getitem__ is there, and fails
+
+    return all(hasattr(value, name) for name in ("__len__", "__getitem__")) and not isinstance(
+        value, IterableDataset
+    )

@@ -11,6 +11,8 @@ import statistics
 from math import prod
 from typing import Any
 
+import PIL.Image
+
 from fastload.augmentation.encoded import EncodedImage
 from fastload.batch.access import expect
 from fastload.cache.random_check import probe, spread_indices
@@ -19,6 +21,7 @@ from fastload.errors import ImageReadError, NondeterministicDatasetError, Unsupp
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
+from fastload.system.notes import add_note
 
 _MAX_SAMPLES = 100
 _NUMBER_BYTES = 8
@@ -45,6 +48,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         try:
             sizes[index] = _sizes(source[index])
         except Exception as error:  # noqa: BLE001 - of a file or of the user's code; it is reported
+            add_note(error, f"in sample {index} of the dataset")
             errors.append(error)
     if not sizes:
         raise errors[0]
@@ -90,7 +94,14 @@ def _sizes(sample: Any) -> tuple[int, int]:
     values = leaves(sample)
     image = next((leaf for leaf in values if type(leaf) is EncodedImage), None)
     if image is None:
-        return sum(getattr(leaf, "nbytes", _NUMBER_BYTES) for leaf in values), 0
+        return sum(map(_nbytes, values)), 0
     if os.path.exists(image.path) and not os.path.isfile(image.path):
         raise ImageReadError(image.path, "it is not a regular file")  # reading a pipe would not end
     return prod(image.shape) + _NUMBER_BYTES, len(image.content)
+
+
+def _nbytes(leaf: Any) -> int:
+    """The bytes of a value in a cache; of an image of Pillow, those of its pixels."""
+    if isinstance(leaf, PIL.Image.Image):
+        return leaf.width * leaf.height * len(leaf.getbands())
+    return len(leaf) if isinstance(leaf, (bytes, str)) else getattr(leaf, "nbytes", _NUMBER_BYTES)

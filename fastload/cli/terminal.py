@@ -90,11 +90,12 @@ APP: dict[str, Any] = {
 def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
     """Print an error; returns the exit code."""
     message, code = _one_line(error), _exit_code(error)
-    typer.echo(f"fastload: error: {message}", err=True)
+    write_stderr(f"fastload: error: {message}\n")
     if "--json" in words:
         cause = (error.__cause__ or error) if isinstance(error, CommandError) else error
         kind = "UsageError" if code == ExitCode.USAGE else type(cause).__name__
-        typer.echo(json.dumps({"error": message, "type": kind}))
+        with contextlib.suppress(OSError):  # full, or nobody reads it: the exit code tells
+            typer.echo(json.dumps({"error": message, "type": kind}))
     return code
 
 
@@ -156,7 +157,7 @@ def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer
         def command(*, as_json: bool, quiet: bool, **arguments: Any) -> None:
             with (
                 _logs_shown(logging.ERROR if quiet else logging.INFO),
-                _stdout_diverted() if as_json else contextlib.nullcontext(),
+                _stdout_diverted() if as_json and sys.stdout is not None else contextlib.nullcontext(),
             ):
                 try:
                     answer = function(**arguments)

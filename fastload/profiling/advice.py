@@ -101,7 +101,10 @@ def _workers(of: LoaderReport) -> Iterator[Suggestion]:
         return  # more of them would wait for it
     steps = {number: step_s(of, workers=number) for number in range(now + 1, max(_MAX_WORKERS, now + 1) + 1)}
     best = next(number for number, each_s in steps.items() if each_s <= 1.02 * min(steps.values()))
-    yield Suggestion("workers", f"num_workers={best} instead of {now}", step_s(of) / steps[best])
+    text = f"num_workers={best} instead of {now}"
+    if of.settings["is_stream"]:
+        text += ", if each worker reads its own part of the stream"
+    yield Suggestion("workers", text, step_s(of) / steps[best])
 
 
 def _start(of: LoaderReport) -> Iterator[Suggestion]:
@@ -138,7 +141,7 @@ def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
     """What limits loading, and a sentence about it: "start", "cpus", the largest stage, or "" if nothing."""
     if of.data_share < MIN_DATA_SHARE or not of.num_batches:
         return "", ""
-    if of.start_share > of.data_share / 2:
+    if of.start_share > of.data_share / 2 and of.settings["num_workers"]:  # else a start is making a batch
         return "start", f"Epochs begin slowly: first batches take {of.start_s:.2f} s."
     if not of.make_s:
         return "", "Nothing was recorded of the workers: they ran too briefly, or began before the profile."
@@ -148,8 +151,8 @@ def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
     is_limited = of.cpu_s > 0.8 * of.machine.free_cpus * of.step_s
     if waiting > 0.5 and not of.machine.is_busy:
         text += f", {waiting:.0%} of it waiting"
-    if of.lines:
-        text += f", most of all in {of.lines[0][0]}"
+    if stage in of.stage_lines:
+        text += f", most of all in {of.stage_lines[stage]}"
     num_workers = of.settings["num_workers"]
     if num_workers > of.machine.num_cpus and is_limited:
         return (

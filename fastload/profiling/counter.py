@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,7 +65,7 @@ class Counter(DecodeCache):
 
     def end(self) -> None:
         """A whole epoch was counted, in whatever processes."""
-        with open(self._ended, "w"):
+        with contextlib.suppress(OSError), open(self._ended, "w"):  # a full disk; the loop goes on
             pass
 
     def taken(self) -> list[Any]:

@@ -65,13 +65,15 @@ def settings_of(loader: Any) -> dict[str, Any]:
     """The settings of torch's loader or fastload's, and the class and the length of its dataset."""
     dataset, is_ours = loader.dataset, hasattr(loader, "worker_type")
     num_samples = None
-    if not isinstance(dataset, IterableDataset):
+    is_stream = isinstance(dataset, IterableDataset)
+    if not is_stream:
         with contextlib.suppress(Exception):  # whatever it raises, the loop might never ask for it
             num_samples = len(dataset)
     is_cached = is_ours and requested_cache(loader.cache) is not None
     return {
         "dataset": type(dataset).__name__,
         "num_samples": num_samples,
+        "is_stream": is_stream,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "num_workers": loader.num_workers,
         "worker_type": str(loader.worker_type) if is_ours else "process",

@@ -91,6 +91,7 @@ class LoaderReport:
         machine: What the machine offered.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines in which batches are made, with their shares of that time, largest first.
+        stage_lines: For each stage, the user's line in which it takes longest.
         file_bytes: What `cache="ram"` would keep of an epoch; None if unknown.
         known_share: Of the images that were decoded, those that it would keep.
         resized_share: Of these, those that it would keep resized.
@@ -117,6 +118,7 @@ class LoaderReport:
     machine: Machine
     stages: list[Stage]
     lines: list[tuple[str, float]]
+    stage_lines: dict[str, str]
     file_bytes: int | None = None
     known_share: float = 1.0
     resized_share: float = 0.0
@@ -164,10 +166,13 @@ def measured(
     num_steps = max(len(steps), 1)
     parts: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     by_line: dict[str, float] = defaultdict(float)
+    by_stage: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for stage, name, line, wall_ns, cpu_ns in itertools.chain.from_iterable(each.work for each in steady):
         sums_of_part = parts[stage, "" if stage in (IDLE, COPY) else name]
         sums_of_part[:] = sums_of_part[0] + wall_ns * _NS, sums_of_part[1] + cpu_ns * _NS
-        by_line[line] += wall_ns * _NS * (stage not in (IDLE, COPY))
+        if line and stage not in (IDLE, COPY):
+            by_line[line] += wall_ns * _NS
+            by_stage[stage][line] += wall_ns
     idle_s, copy_s = (parts.pop((stage, ""), [0.0])[0] for stage in (IDLE, COPY))
     lookup_s = lookup_cpu_s = 0.0
     if not record.settings["has_cache"]:  # then this is the counter, which counts one epoch
@@ -179,13 +184,14 @@ def measured(
             for spent in ([wall_ns for *_, wall_ns, _ in work], [cpu_ns for *_, cpu_ns in work])
         )
     making_s = sum(wall_s for wall_s, _ in parts.values())
+    waits_of_all = [(step.end_ns - step.start_ns) * _NS for step in steps]
     wait_s, num_workers = mean(waits), record.settings["num_workers"]
-    make_s = making_s / num_steps if num_workers else wait_s * bool(making_s)
+    make_s = making_s / num_steps if num_workers else mean(waits or waits_of_all) * bool(making_s)
     scale = make_s / max(making_s, _NS)
     cpu_s = mean([b.cpu_ns - a.cpu_ns for a, b in itertools.pairwise(steps) if a.epoch == b.epoch]) * _NS
     if num_workers and record.settings["worker_type"] != "thread":
         cpu_s += sum(each.cpu_ns for each in steady) * _NS / num_steps
-    lines = [(line, spent_s / making_s) for line, spent_s in by_line.items() if line and spent_s]
+    lines = [(line, spent_s / making_s) for line, spent_s in by_line.items() if spent_s]
     step_s = wait_s + mean(computes)
     start_share = min(sum(starts[1:]) / total_s, 1.0) if total_s > 0 else 0.0
     return LoaderReport(
@@ -210,6 +216,7 @@ def measured(
             key=lambda stage: -stage.wall_s,
         ),
         lines=sorted(lines, key=lambda line: -line[1])[:5],
+        stage_lines={stage: max(lines, key=lines.__getitem__) for stage, lines in by_stage.items()},
         lookup_s=lookup_s,
         lookup_cpu_s=lookup_cpu_s,
         **_files(record, [each[1:] for each in counts if each[0] == record.number]),
@@ -227,6 +234,8 @@ def _steps(record: LoaderRecord) -> tuple[list[float], list[float], list[float],
     total_s, steady_ns = 0.0, 0
     for number, steps in sorted(by_epoch.items()):
         (start_ns, end_ns), first_ns = record.epochs[number], steps[0].end_ns
+        if len(steps) == 1 and not end_ns:  # next(iter(loader)), in a loop of another kind
+            end_ns = record.epochs[number + 1][0] if number + 1 < len(record.epochs) else 0
         nexts_ns = [*(step.start_ns for step in steps[1:]), end_ns]  # 0: the loop asked for no more
         total_s += ((nexts_ns[-1] or steps[-1].end_ns) - (start_ns if starts else first_ns)) * _NS
         num_skipped = 1 if starts else 1 + min(NUM_WARM_UP, len(steps) // 10)

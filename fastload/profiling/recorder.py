@@ -172,9 +172,8 @@ class Profile:
             if record.settings["worker_type"] == "thread":
                 for thread in set(threading.enumerate()) - threads:
                     self._watch(record, thread.ident or 0)
-            epoch = [start_ns, 0]
-            record.epochs.append(epoch)
-        return _Iterator(self, record, epoch, iterator)
+            record.epochs.append([start_ns, 0])
+            return _Iterator(self, record, len(record.epochs) - 1, iterator)
 
     def _record_of(self, loader: Any) -> LoaderRecord:
         name, settings = name_of(loader, sys._getframe(2)), settings_of(loader)
@@ -193,8 +192,8 @@ class Profile:
                 self._sampler.counters.append(record.counter)
         self._sampler.threads[thread] = record.number, time.perf_counter_ns()
 
-    def _next(self, record: LoaderRecord, epoch: list[int], loop: Any) -> Any:
-        """The next batch of an iterator."""
+    def _next(self, record: LoaderRecord, epoch: int, loop: Any) -> Any:
+        """The next batch of an iterator, in an epoch by its number."""
         makes = record.settings["num_workers"] == 0
         start_ns, before_ns = time.perf_counter_ns(), getattr(loop, "device_wait_ns", 0)
         _thread.is_inside = True
@@ -205,7 +204,7 @@ class Profile:
         try:
             batch = next(loop)
         except StopIteration:
-            epoch[1] = start_ns
+            record.epochs[epoch][1] = start_ns
             if record.counter is not None:
                 record.counter.end()
             raise
@@ -217,7 +216,7 @@ class Profile:
                     self._sampler.threads.pop(threading.get_ident(), None)
         end_ns = time.perf_counter_ns()
         start_ns += getattr(loop, "device_wait_ns", 0) - before_ns  # the device's pace is the step's
-        record.steps.append(Step(len(record.epochs) - 1, start_ns, end_ns, time.process_time_ns()))
+        record.steps.append(Step(epoch, start_ns, end_ns, time.process_time_ns()))
         record.num_steps += 1
         if uses_cuda():  # copies to the device show in the loop
             self._watch(record, threading.get_ident())
@@ -227,7 +226,7 @@ class Profile:
 class _Iterator:
     """An iterator of a recorded loader, in all but its class and the time that is taken."""
 
-    def __init__(self, profile: Profile, record: LoaderRecord, epoch: list[int], iterator: Any) -> None:
+    def __init__(self, profile: Profile, record: LoaderRecord, epoch: int, iterator: Any) -> None:
         self._fastload_profile = profile, record, epoch, iterator
 
     def __iter__(self) -> Self:

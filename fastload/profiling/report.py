@@ -86,16 +86,18 @@ class ProfileReport:
         settings = loader.settings
         samples = "" if settings["num_samples"] is None else f", {settings['num_samples']:,} samples"
         kind = "thread" if settings["worker_type"] == "thread" else "worker"
-        workers = f"{settings['num_workers']} {kind}{'s' * (settings['num_workers'] != 1)}"
-        batches = f"{settings['dataset']}{samples}, batch_size={settings['batch_size']}, {workers}: "
-        batches += f"{loader.num_batches:,} batches, {loader.num_epochs} epochs, {loader.total_s:,.1f} s"
+        batches = f"{settings['dataset']}{samples}, batch_size={settings['batch_size']}, "
+        batches += f"{_counted(settings['num_workers'], kind, kind + 's')}: "
+        batches += f"{_counted(loader.num_batches, 'batch', 'batches')}, "
+        batches += f"{_counted(loader.num_epochs, 'epoch', 'epochs')}, {loader.total_s:,.1f} s"
         waits = f"wait per batch: {_ms(loader.wait_s)}; computing: {_ms(loader.compute_s)}"
         if loader.start_s:
             waits += f"; first batch of later epochs: {loader.start_s:,.2f} s"
         lines = [f"{loader.name}: {self.verdict(loader)}", f"  {batches}", f"  {waits}"]
         if not self.bottleneck(loader):
             return lines
-        lines.append(f"  if loading were free: {1 / max(1 - loader.data_share, 1e-3):.2f} times as fast")
+        if loader.data_share < 0.999:  # else the loop does nothing but load
+            lines.append(f"  if loading were free: {1 / (1 - loader.data_share):.2f} times as fast")
         if loader.make_s:
             busy = []
             if loader.worker_utilization is not None:
@@ -103,7 +105,8 @@ class ProfileReport:
             if loader.num_steady:
                 cpus = loader.cpu_s / (loader.step_s * self.machine.num_cpus)
                 busy.append(f"the script takes {cpus:.0%} of the CPUs")
-            lines.append(f"  making a batch takes {_ms(loader.make_s)}; {', '.join(busy)}:")
+            facts = "; ".join(filter(None, (_ms(loader.make_s), ", ".join(busy))))
+            lines.append(f"  making a batch takes {facts}:")
         for stage in [each for each in loader.stages if each.wall_s >= 0.01 * loader.make_s][:10]:
             waiting = max(1 - stage.cpu_s / stage.wall_s, 0.0)
             waits = f"  ({waiting:.0%} of it waiting)" if waiting > 0.5 and not self.machine.is_busy else ""
@@ -111,10 +114,12 @@ class ProfileReport:
             lines.append(f"    {stage.wall_s / loader.make_s:>4.0%}  {_ms(stage.wall_s):>12}  {label}{waits}")
         lines += [f"  your slowest line: {line}, {share:.0%}" for line, share in loader.lines[:1]]
         advice = enumerate(self.suggestions(loader), start=1)
-        return lines + (
-            [f"  {number}. {one.gain:.2f}x: {one.text}" for number, one in advice]
-            or ["  No known change of the loader would gain 5% or more."]
-        )
+        none = ["  No known change of the loader would gain 5% or more."] if loader.num_steady else []
+        return lines + ([f"  {number}. {one.gain:.2f}x: {one.text}" for number, one in advice] or none)
+
+
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
 
 
 def _ms(seconds: float) -> str:

@@ -66,8 +66,8 @@ class Progress:
         rate = (self._done - self._first) / max(time.monotonic() - self._start, 1e-9)
         figures = f"{self._done:,}/{self._total:,} {rate:,.{0 if rate > 10 else 1}f} {self._unit}/s"
         figures += f", {readable_size(self._bytes)}" if self._bytes else ""
-        left_s = (self._total - self._done) / max(rate, 1e-9)
-        figures += f" {timedelta(seconds=int(min(left_s, _MAX_S)))}"
+        if rate:  # else nothing is known of it
+            figures += f" {timedelta(seconds=int(min((self._total - self._done) / rate, _MAX_S)))}"
         room = max(0, shutil.get_terminal_size().columns - len(figures) - 2)  # a full line would wrap
         title = self._title if len(self._title) <= room else f"{self._title[: max(0, room - 3)]}..."
         sys.stderr.write(f"{_CLEAR}{title} {figures}")

@@ -322,6 +322,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, words: list[str
         ("run --seeding smaple", "'--seeding': .*'smaple' is not one of 'worker', 'sample', 'torch'"),
         ("run --worker-type ray", "'--worker-type': .*'ray' is not one of 'process', 'thread'"),
         ("run --device gpu7", "'--device': it should be cuda, cuda:N, cpu or auto, but is 'gpu7'$"),
+        ("run --device 0", "'--device': it should be cuda, cuda:N, cpu or auto, but is '0'$"),
         ("run --chace ram", "--chace .*--cache.*see `fastload run --help`"),
         ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
         ("profile --output folder", "'--output'.*: it should be a file in a directory .*, not 'folder'"),
@@ -377,7 +378,7 @@ def test_the_first_rank_alone_is_profiled(tmp_path: Path) -> None:
     (tmp_path / "launch.py").write_text(LAUNCH)
     (tmp_path / "show.py").write_text("from torch.utils.data import DataLoader\nlist(DataLoader([1, 2]))\n")
     code, out, err = ended(tmp_path, "-m", "fastload", "profile", "launch.py")
-    assert (code, out, err.count(", 1 epochs, ")) == (0, "", 1), err
+    assert (code, out, err.count(", 1 epoch, ")) == (0, "", 1), err
 
 
 TORCHRUN = """
@@ -595,7 +596,7 @@ def test_a_script_may_begin_with_an_import_of_ours(tmp_path: Path, command: str,
         f"from fastload import {name}\nfrom torch.utils.data import DataLoader\nlist(DataLoader([1, 2]))\n"
     )
     code, _, err = ended(tmp_path, "-m", "fastload", command, "train.py")
-    assert (code, err.count("replaced 1 " if command == "run" else ", 1 epochs, ")) == (0, 1), err
+    assert (code, err.count("replaced 1 " if command == "run" else ", 1 epoch, ")) == (0, 1), err
 
 
 def test_the_file_is_named(run: Run, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ MS, EIGHT_CPUS = 1_000_000, Machine(8)
 SETTINGS: dict[str, Any] = {
     "dataset": "Photos",
     "num_samples": 400,
+    "is_stream": False,
     "batch_size": 4,
     "num_workers": 2,
     "worker_type": "process",
@@ -170,6 +171,39 @@ def test_a_lock_is_named_and_more_workers_are_not() -> None:
     found = measured(record(), [sums(*work)], [], Machine(8))
     assert ProfileReport([found], Machine(8), 0).bottleneck(found) == "lock"
     assert not changes(found)
+
+
+def test_more_workers_must_share_a_stream() -> None:
+    """Each of them would else read all of it."""
+    (workers, *_) = suggest(report(is_stream=True), 0)
+    assert workers.text == "num_workers=8 instead of 2, if each worker reads its own part of the stream"
+
+
+def test_the_line_of_the_verdict_belongs_to_its_stage() -> None:
+    """The slowest line of all is named by itself."""
+    times = [("decode", "a.py:1 in f", 30), ("decode", "a.py:2 in f", 31), ("transform", "a.py:3 in f", 39)]
+    work = [(stage, "x", line, ms * MS, ms * MS) for stage, line, ms in times]
+    found = measured(record(), [sums(*work)], [], EIGHT_CPUS)
+    text = str(ProfileReport([found], EIGHT_CPUS, 1 << 40))
+    assert "Decoding is 61% of making a batch, most of all in a.py:2 in f." in text
+    assert "your slowest line: a.py:3 in f, 39%" in text
+
+
+def test_one_batch_of_each_iterator_is_a_loop() -> None:
+    """next(iter(loader)) starts an epoch for each batch; the time until the next one is the loop's."""
+    taken = record(0, num_workers=0)
+    taken.epochs[:] = [[number * 100 * MS, 0] for number in range(20)]
+    taken.steps.extend(Step(n, (n * 100 + 1) * MS, (n * 100 + 20) * MS, 0) for n in range(20))
+    taken.num_steps = 20
+    work = ("decode", "x", "a.py:1 in f", 380 * MS, 380 * MS)
+    found = measured(taken, [sums(work, start_ms=0)], [], EIGHT_CPUS)
+    assert found.data_share == pytest.approx(0.2, abs=0.01)
+    assert found.make_s == pytest.approx(0.019)
+    text = str(ProfileReport([found], EIGHT_CPUS, 1 << 40))
+    assert "20% of the time. Decoding is 100% of making a batch, most of all in a.py:1 in f.\n" in text
+    assert "making a batch takes 19.0 ms:\n    100%       19.0 ms  decoding: x\n" in text
+    assert not suggest(found, 0)
+    assert "No known change" not in text  # there is no steady step to predict one of
 
 
 def test_a_slow_function_is_all_of_its_lines() -> None:

@@ -228,6 +228,17 @@ def test_an_iterator_has_its_length(kind: str) -> None:
         assert len(iterator) == len(list(iterator)) == 3
 
 
+def test_a_batch_belongs_to_its_own_loop() -> None:
+    """Also where a loop over a loader is inside another one over the same loader."""
+    loader = make("torch", TensorDataset(torch.arange(2 * zoo.BATCH)), 0)
+    with fastload.profile(loader) as profile:
+        for _ in loader:
+            batches(loader)
+    (record,) = profile._records.values()
+    assert [step.epoch for step in record.steps] == [0, 1, 1, 0, 2, 2]
+    assert all(end_ns > start_ns for start_ns, end_ns in record.epochs)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_threads_and_this_process_are_watched(num_workers: int) -> None:
     """Two loaders at once, in threads: what each makes belongs to it."""
