@@ -90,10 +90,12 @@ class ProfileReport:
         batches += f"{_counted(settings['num_workers'], kind, kind + 's')}: "
         batches += f"{_counted(loader.num_batches, 'batch', 'batches')}, "
         batches += f"{_counted(loader.num_epochs, 'epoch', 'epochs')}, {loader.total_s:,.1f} s"
-        waits = f"wait per batch: {_ms(loader.wait_s)}; computing: {_ms(loader.compute_s)}"
-        if loader.start_s:
-            waits += f"; first batch of later epochs: {loader.start_s:,.2f} s"
-        lines = [f"{loader.name}: {self.verdict(loader)}", f"  {batches}", f"  {waits}"]
+        times: list[str] = []
+        if loader.num_steady:
+            times = [f"wait per batch: {_ms(loader.wait_s)}", f"computing: {_ms(loader.compute_s)}"]
+        times += [f"first batch of later epochs: {loader.start_s:,.2f} s"] if loader.start_s else []
+        lines = [f"{loader.name}: {self.verdict(loader)}", f"  {batches}"]
+        lines += [f"  {'; '.join(times)}"] if times else []
         if not self.bottleneck(loader):
             return lines
         if loader.data_share < 0.999:  # else the loop does nothing but load

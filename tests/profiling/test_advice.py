@@ -203,6 +203,7 @@ def test_one_batch_of_each_iterator_is_a_loop() -> None:
     assert "20% of the time. Decoding is 100% of making a batch, most of all in a.py:1 in f.\n" in text
     assert "making a batch takes 19.0 ms:\n    100%       19.0 ms  decoding: x\n" in text
     assert not suggest(found, 0)
+    assert "wait per batch" not in text
     assert "No known change" not in text  # there is no steady step to predict one of
 
 
