@@ -98,7 +98,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         with self.turn:
             try:
                 if not first_iter:
-                    self.position = Position.begin(loader, "again")
+                    self.position = Position.begin(loader, "again", plan=self._plan)
                     self.position.choose_base_seed(int(self._base_seed))
                 if not self._is_inline:  # as in torch, which asks the sampler again
                     super()._reset(loader, first_iter)
@@ -115,10 +115,9 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def _begin_epoch(self, loader: Any, first_iter: bool) -> None:
         self._is_prefetched = False
         self._is_drawn = False
-        epoch, position = None, self.position
-        if not first_iter and runtime_of(loader).has_set_epoch:
-            epoch = position.epoch
-        self._pool.begin_epoch(epoch, position.dataset_states)
+        position = self.position
+        # The user's number, as in the loader's own dataset: another epoch may follow without a new one.
+        self._pool.begin_epoch(None if first_iter else runtime_of(loader).set_epoch, position.dataset_states)
         self._schedule = Schedule(self._num_workers, position.next_worker, in_order=self._plan.in_order)
         self._failures = FailureCount(loader, runtime_of(loader).failed_samples)
         for _ in range(self._plan.prefetch_factor * self._num_workers):

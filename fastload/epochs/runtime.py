@@ -48,7 +48,7 @@ class LoaderRuntime:
     loaded: Any = None  # the one that is set by load_state_dict(), until the next iter(loader)
     skips_empty_rest: bool = False  # whether iter(loader) begins the epoch after a loaded one without a rest
     next_epoch: int = 0
-    has_set_epoch: bool = False  # whether the user called set_epoch()
+    set_epoch: int | None = None  # the number that the user gave last, if any
     sample_seed: int | None = None  # of the run that was loaded
 
     # batch/failures.py: of all epochs, in the order in which the caller received the batches
