@@ -110,7 +110,7 @@ class _TensorAccess:
 
 
 def positions_of(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | None:
-    """Indices as an array; None if they are not all signed ints from 0 below the length, or there are none."""
+    """Indices as an array; None if they are not all signed and from 0 below the length, or there are none."""
     try:
         positions = np.asarray(indices)
     except ValueError:  # nested lists of different lengths

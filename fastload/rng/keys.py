@@ -86,7 +86,7 @@ def occurrence_counter(
         auto_collation: Whether the sampler returns lists of indices.
     """
     num_samples = min(num_samples, _MAX_COUNTED)
-    counts = memoryview(np.zeros(num_samples, np.uint32))  # whose pages take memory once they are written
+    counts = np.zeros(num_samples, np.uint32).data  # pages take memory once they are written
     counts_of_others: dict[bytes, int] = {}
 
     def count(index: Any) -> tuple[Any, tuple[int, ...]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def compose(transforms: Transform | Sequence[Transform]) -> Transform:
     """One function for a transform, or for a list of them; can be pickled if they can."""
-    steps = transforms if isinstance(transforms, (list, tuple)) else [transforms]
+    steps: Any = transforms if isinstance(transforms, (list, tuple)) else [transforms]
     return functools.partial(_apply, list(steps))
 
 
