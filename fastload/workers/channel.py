@@ -52,12 +52,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _dumps(message: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(message)
-    return file.getvalue()
-
-
 class Channel:
     """One end of the pipe.
 
@@ -87,8 +81,8 @@ class Channel:
             SharedMemoryError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
         fds = [] if fd is None else [fd]
-        data = _dumps((len(fds), message))
-        segment = None
+        _Pickler(file := io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump((len(fds), message))
+        data, segment = file.getvalue(), None
         try:
             if len(data) > MESSAGE_BYTES:
                 segment = Segment.create(len(data), name="fastload-message")
