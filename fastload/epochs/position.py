@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
-from fastload.epochs.order import DEFAULT, Order, length_or_none, sharding_of
+from fastload.epochs.order import DEFAULT, Order, length_or_zero, sharding_of
 from fastload.epochs.runtime import runtime_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
@@ -155,7 +155,7 @@ class Position:
         if loader.batch_transform is not None or loader.device_transform is not None:
             self.rank = sharding_of(loader)[0]
         if loader.seeding == "sample":
-            num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
+            num_samples, is_batch = length_or_zero(loader.dataset), has_auto_collation(loader)
             self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
         runtime.next_epoch, runtime.position = self.epoch + 1, self
         return self

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.access import inside_subsets
 from fastload.cache.ram.registry import put_back
-from fastload.epochs.order import length_or_none
+from fastload.epochs.order import length_or_zero
 from fastload.epochs.stats import Counts, Meter
 from fastload.readers import reasons
 from fastload.readers.reasons import FULL
@@ -137,7 +137,7 @@ def look_at_cache(runtime: LoaderRuntime, dataset: Any, has_ended: bool) -> None
         put_back()
     if (cache := runtime.file_cache) is None or cache.is_given_up:
         return
-    size = length_or_none(dataset) or 0
+    size = length_or_zero(dataset)
     counts, before = runtime.meter.copied_counts(), runtime.judged or Counts()
     since = counts.since(before)
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):
