@@ -352,7 +352,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             look = functools.partial(look_at_cache, runtime, self.dataset)
-            iterator.clock = Clock(runtime_of(self).meter, iterator.num_workers, began_ns, look)
+            iterator.clock = Clock(runtime.meter, iterator.num_workers, began_ns, look)
         return iterator
 
     def _get_iterator(self) -> Any:

@@ -184,6 +184,16 @@ def test_persistent_workers_stay_when_nothing_was_changed() -> None:
     loader.close()
 
 
+def test_persistent_workers_keep_what_torch_keeps() -> None:
+    """Another number of workers is for new ones, also where each has a state; so is another order."""
+    with fastload.DataLoader(datasets.Stream(22), 4, num_workers=2, persistent_workers=True) as loader:
+        first = [numbers.tolist() for _, numbers, _ in loader]
+        loader.num_workers, loader.in_order = 1, False
+        assert [numbers.tolist() for _, numbers, _ in loader] == first
+        next(iter(loader))
+        assert loader.state_dict()["why_unresumable"] is None
+
+
 def test_another_cache_is_opened_at_the_next_epoch(tmp_path: Path) -> None:
     """`explain()` names the one that is set; the epoch that has begun still reads with the old one."""
     loader = fastload.DataLoader(IMAGES, 4, cache="ram")

@@ -110,13 +110,13 @@ class _TensorAccess:
 
 
 def positions_of(indices: Sequence[Any], length: int) -> np.ndarray[Any, Any] | None:
-    """Indices as an array; None if they are not all ints from 0 below the length, or there are none."""
+    """Indices as an array; None if they are not all signed and from 0 below the length, or there are none."""
     try:
         positions = np.asarray(indices)
     except ValueError:  # nested lists of different lengths
         return None
-    if positions.dtype.kind not in "iu" or positions.ndim != 1 or not len(positions):
-        return None
+    if positions.dtype.kind != "i" or positions.ndim != 1 or not len(positions):
+        return None  # for torch, a tensor of uint8 is a mask
     positions = positions.astype(np.int64, copy=False)
     if positions.view(np.uint64).max() >= length:  # a negative one is huge there
         return None  # the dataset itself raises the IndexError

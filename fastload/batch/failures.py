@@ -165,7 +165,10 @@ class Replacer:
         """The sample that replaces an unreadable one; raises ``error`` if no replacement can be read."""
         failed = self._describe(number, error)
         if self._on_error != "replace":
-            sample = self._on_error(failed)
+            try:
+                sample = self._on_error(failed)
+            except StopIteration as stop:  # the epoch would end here, without a word
+                raise RuntimeError("the function on_error raised StopIteration") from stop
             self.failed.append(failed)
             return sample
         for attempt, index in enumerate(self._candidates(number)):

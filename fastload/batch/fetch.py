@@ -187,7 +187,10 @@ class Fetcher:
         return self._collate_fn(self._dataset[index] if get is None else get(index))
 
     def _fetch_from(self, access: BatchAccess, indices: list[Any], key: BatchKey | None) -> Any:
-        dataset, positions = inside_subsets(self._dataset, indices)
+        try:
+            dataset, positions = inside_subsets(self._dataset, indices)
+        except Exception:  # noqa: BLE001  # of an index: reading the samples raises it, too
+            return self._collated(self._samples(indices, key))
         self.num_samples = len(positions)
         batch = access.gather(positions, self._allocator.array)
         if batch is not None:

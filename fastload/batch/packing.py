@@ -6,7 +6,7 @@ pack() runs in a worker, unpack() in the parent. The format is used for one mess
   out of band (PEP 574). A long one, such as one with the bytes of files, lies in the slot, too.
 * A leaf says where such a tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
-* Other tensors and arrays (a subclass, requires_grad, sparse, objects, a structure) are pickled unchanged.
+* Other tensors and arrays (a subclass, requires_grad, sparse, objects, a structure) are pickled as by torch.
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ class Packer(pickle.Pickler):
         if is_leaf(value):
             self.leaves.append(value)
             return _itself, (_PLACE,)
+        if type(value) is np.ndarray:  # as torch's workers do: HIGHEST_PROTOCOL would keep it read-only
+            return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         if type(value) is torch.UntypedStorage and value.device.type == "cpu":  # which pickle cannot write
             return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(value),)
         return by_value.reduce_class(value)

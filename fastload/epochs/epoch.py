@@ -88,7 +88,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
             pin = functools.partial(pin_dense, backend)  # else the consumer would copy each batch
         elif self._pin_memory and loader.device is None:  # with device=, copies ahead pin memory
             pin = pinning(self._pin_memory_device)
-        pool = pool_type(plan, runtime_of(loader).meter.add, pin if pool_type.pins else None)
+        pool = pool_type(plan, runtime.meter.add, pin if pool_type.pins else None)
         if isinstance(pool, InlinePool):
             runtime.buffers = pool.take_buffers(runtime.buffers)
         return pool if pin is None or pool.pins else PinnedPool(pool, pin, in_order=plan.in_order)
@@ -98,7 +98,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         with self.turn:
             try:
                 if not first_iter:
-                    self.position = Position.begin(loader, "again")
+                    self.position = Position.begin(loader, "again", plan=self._plan)
                     self.position.choose_base_seed(int(self._base_seed))
                 if not self._is_inline:  # as in torch, which asks the sampler again
                     super()._reset(loader, first_iter)
@@ -115,16 +115,13 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def _begin_epoch(self, loader: Any, first_iter: bool) -> None:
         self._is_prefetched = False
         self._is_drawn = False
-        epoch, position = None, self.position
-        if not first_iter and runtime_of(loader).has_set_epoch:
-            epoch = position.epoch
-        self._pool.begin_epoch(epoch, position.dataset_states)
+        position = self.position
+        # The user's number, as in the loader's own dataset: another epoch may follow without a new one.
+        self._pool.begin_epoch(None if first_iter else runtime_of(loader).set_epoch, position.dataset_states)
         self._schedule = Schedule(self._num_workers, position.next_worker, in_order=self._plan.in_order)
         self._failures = FailureCount(loader, runtime_of(loader).failed_samples)
         for _ in range(self._plan.prefetch_factor * self._num_workers):
-            failure = self._put_index()
-            if failure is not None:
-                _raise(failure)
+            _raise_any(self._put_index())
 
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
@@ -213,10 +210,8 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
     def _next_inline(self) -> Any:
         """As `_next_batch`, without what only workers need: a schedule costs a microsecond."""
         pool = self._pool
-        if not self.position.has_ended and pool.due is None:
-            failure = self._put_index()
-            if failure is not None:
-                _raise(failure)
+        if pool.due is None:
+            _raise_any(self._put_index())
         if pool.due is None:
             self._end()
         pending = pool.take(0)  # makes the batch
@@ -234,9 +229,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
         deadline = self._deadline() if self._timeout > 0 else None
         while schedule.pending or not self._is_drawn:
             if not schedule.pending:  # an error of the sampler came instead of the only request
-                failure = self._put_index()
-                if failure is not None:
-                    _raise(failure)
+                _raise_any(self._put_index())
                 continue
             worker = schedule.due()
             try:
@@ -254,8 +247,7 @@ class Epoch(EpochIterator, BaseDataLoaderIter):
                     raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
                 continue
             deadline = self._deadline() if self._timeout > 0 else None
-            if failure is not None:
-                _raise(failure)
+            _raise_any(failure)
             if pending.reply.kind is not ReplyKind.ENDED:
                 return self._result(pending, pending.reply)
         self._end()
@@ -337,9 +329,10 @@ def _check_as_torch(iterator: Any, prefetch_factor: int) -> None:
             raise AssertionError(f"{name} must be greater than 0 for MultiProcessingDataLoaderIter")
 
 
-def _raise(error: Exception) -> None:
+def _raise_any(error: Exception | None) -> None:
     try:
-        raise error
+        if error is not None:
+            raise error
     finally:
         del error  # its traceback holds this frame
 

@@ -95,17 +95,14 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def next_sized(self) -> tuple[Any, int]:
         """The next batch and how many samples it has."""
         with self.turn:
-            return self._next_sized()
-
-    def _next_sized(self) -> tuple[Any, int]:
-        if self._is_closed:
-            raise LoaderClosedError
-        if self._prefetcher is not None:
-            return next(self._prefetcher), self._ahead.num_samples
-        batch, num_samples = self.host_iterator.next_sized()
-        if self._transform is not None:
-            batch = apply_transform(self._transform.of_fetched(), batch, torch.device("cpu"))
-        return batch, num_samples
+            if self._is_closed:
+                raise LoaderClosedError
+            if self._prefetcher is not None:
+                return next(self._prefetcher), self._ahead.num_samples
+            batch, num_samples = self.host_iterator.next_sized()
+            if self._transform is not None:
+                batch = apply_transform(self._transform.of_fetched(), batch, torch.device("cpu"))
+            return batch, num_samples
 
     @property
     def num_taken(self) -> int | None:  # type: ignore[override]  # as above

@@ -174,9 +174,9 @@ def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, bool]:
     return None if group is None else int(group.get_rank()), False
 
 
-def length_or_none(dataset: Any) -> int | None:
-    """The length of a dataset; None if it has none."""
+def length_or_zero(dataset: Any) -> int:
+    """The length of a dataset; 0 if it has none."""
     try:
         return len(dataset)
     except Exception:  # noqa: BLE001  # with a sampler, torch does not need the dataset's length
-        return None
+        return 0

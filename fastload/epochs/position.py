@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
-from fastload.epochs.order import DEFAULT, Order, length_or_none, sharding_of
+from fastload.epochs.order import DEFAULT, Order, length_or_zero, sharding_of
 from fastload.epochs.runtime import runtime_of
 from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
+
+    from fastload.batch.plan import Plan
 
 VERSION = 9
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -115,13 +117,14 @@ class Position:
     # --- beginning, perhaps in the middle -----------------------------------------------------------------
 
     @classmethod
-    def begin(cls, loader: Any, kind: str, reason: str | None = None) -> Position:
+    def begin(cls, loader: Any, kind: str, reason: str | None = None, plan: Plan | None = None) -> Position:
         """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
         Args:
             loader: The loader whose epoch begins; the caller holds its lock.
             kind: As the attribute.
             reason: Why the epoch cannot be resumed in the middle.
+            plan: Of persistent workers, which keep it: the loader's attributes can be others by now.
 
         Raises:
             ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
@@ -135,7 +138,7 @@ class Position:
         except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
             self.error = RemoteError.current("in a sampler's state_dict()")
         if reason is None and is_iterable(loader):
-            self.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
+            self.dataset_states = [NOT_BEGUN] * max(1, (plan or loader).num_workers)
         if loaded is not None and loaded.is_within_epoch:
             self._resume_at(loader, order, loaded)
         elif (
@@ -146,13 +149,13 @@ class Position:
             # Workers waited for this epoch when the state was saved: torch draws no base seed then.
             self.kind = "again"
             self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
-        if kind != "local" and not loader.in_order:
+        if kind != "local" and not (plan or loader).in_order:
             self.why_unresumable = reason or _OUT_OF_ORDER
         self.sample_seed = sample_seed_of(loader)
         if loader.batch_transform is not None or loader.device_transform is not None:
             self.rank = sharding_of(loader)[0]
         if loader.seeding == "sample":
-            num_samples, is_batch = length_or_none(loader.dataset) or 0, has_auto_collation(loader)
+            num_samples, is_batch = length_or_zero(loader.dataset), has_auto_collation(loader)
             self.count_occurrences = occurrence_counter(num_samples, auto_collation=is_batch)
         runtime.next_epoch, runtime.position = self.epoch + 1, self
         return self
@@ -555,7 +558,7 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
         TypeError: The number is not an integer.
     """
     number, runtime = as_int("epoch", number), runtime_of(loader)
-    runtime.next_epoch, runtime.has_set_epoch = number, True
+    runtime.next_epoch = runtime.set_epoch = number
     for owner in [*Order(loader).samplers.values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):

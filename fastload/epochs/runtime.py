@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.access import inside_subsets
 from fastload.cache.ram.registry import put_back
+from fastload.epochs.order import length_or_zero
 from fastload.epochs.stats import Counts, Meter
 from fastload.readers import reasons
 from fastload.readers.reasons import FULL
@@ -48,7 +48,7 @@ class LoaderRuntime:
     loaded: Any = None  # the one that is set by load_state_dict(), until the next iter(loader)
     skips_empty_rest: bool = False  # whether iter(loader) begins the epoch after a loaded one without a rest
     next_epoch: int = 0
-    has_set_epoch: bool = False  # whether the user called set_epoch()
+    set_epoch: int | None = None  # the number that the user gave last, if any
     sample_seed: int | None = None  # of the run that was loaded
 
     # batch/failures.py: of all epochs, in the order in which the caller received the batches
@@ -137,9 +137,7 @@ def look_at_cache(runtime: LoaderRuntime, dataset: Any, has_ended: bool) -> None
         put_back()
     if (cache := runtime.file_cache) is None or cache.is_given_up:
         return
-    size = 0
-    with contextlib.suppress(Exception):  # a stream, or a dataset whose length raises
-        size = len(dataset)
+    size = length_or_zero(dataset)
     counts, before = runtime.meter.copied_counts(), runtime.judged or Counts()
     since = counts.since(before)
     if not since.num_samples or not (has_ended or since.num_samples >= size > 0):

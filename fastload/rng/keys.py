@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 STREAM_BYTES = 64  # the size of one BLAKE2b digest
+_MAX_COUNTED = 1 << 28  # samples
 
 
 class SampleKey(NamedTuple):
@@ -79,10 +81,12 @@ def occurrence_counter(
     its indices came before; empty if none did. It raises TypeError for an index that has no stable digest.
 
     Args:
-        num_samples: The size of the dataset; 0 if unknown. The counts take 4 bytes for each sample.
+        num_samples: The size of the dataset; 0 if unknown. The counts take 4 bytes for each sample; beyond a
+            gibibyte, which is for datasets that make samples up, only for those that come.
         auto_collation: Whether the sampler returns lists of indices.
     """
-    counts = array("I", bytes(4 * num_samples))
+    num_samples = min(num_samples, _MAX_COUNTED)
+    counts = np.zeros(num_samples, np.uint32).data  # pages take memory once they are written
     counts_of_others: dict[bytes, int] = {}
 
     def count(index: Any) -> tuple[Any, tuple[int, ...]]:

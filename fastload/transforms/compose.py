@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 def compose(transforms: Transform | Sequence[Transform]) -> Transform:
     """One function for a transform, or for a list of them; can be pickled if they can."""
-    if not isinstance(transforms, (list, tuple)):
-        return transforms  # type: ignore[return-value]
-    return functools.partial(_apply, list(transforms))
+    steps: Any = transforms if isinstance(transforms, (list, tuple)) else [transforms]
+    return functools.partial(_apply, list(steps))
 
 
 def _apply(steps: list[Transform], batch: Any) -> Any:
-    if not steps:
-        return batch
-    with allocating_in(None):  # intermediate values do not belong in the memory of the result
-        for step in steps[:-1]:
-            batch = step(batch)
-    return steps[-1](batch)
+    try:
+        with allocating_in(None):  # intermediate values do not belong in the memory of the result
+            for step in steps[:-1]:
+                batch = step(batch)
+        return steps[-1](batch) if steps else batch
+    except StopIteration as error:  # the epoch would end here, without a word
+        raise RuntimeError("a transform of batches raised StopIteration") from error

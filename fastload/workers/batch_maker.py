@@ -79,7 +79,8 @@ class BatchMaker:
         self._can_end = False  # whether StopIteration ends the epoch, and is no error
         self._keeps_states = False  # whether each reply has the state of the dataset
         self._hits = self._misses = 0  # at the previous reply
-        self._error: RemoteError | None = None  # the reply to every index while there is no fetcher
+        # The reply to every index while there is no fetcher; None: the epoch has ended.
+        self._error: RemoteError | None = None
 
     def begin(self) -> None:
         """Take the first steps, once, in the worker itself."""
@@ -170,7 +171,7 @@ class BatchMaker:
         """As `make`, without the counters."""
         fetcher = self._fetcher
         if fetcher is None:
-            return BatchReply(ReplyKind.ERROR, self._error)
+            return BatchReply(ReplyKind.ERROR if self._error else ReplyKind.ENDED, self._error)
         reply = BatchReply(ReplyKind.BATCH)
         try:
             batch = fetcher.fetch(index, key)
@@ -182,6 +183,7 @@ class BatchMaker:
         except self._caught as error:  # every error of user code is sent to the consumer
             if isinstance(error, StopIteration) and self._can_end:
                 reply.kind = ReplyKind.ENDED
+                self._fetcher = self._error = None  # as in torch, which asks the dataset no more
             else:
                 reply.kind, place = ReplyKind.ERROR, fetcher.place_of_error(index, error)
                 is_sent = self._role == "process"

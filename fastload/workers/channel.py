@@ -25,14 +25,31 @@ import select
 import socket
 from typing import Any
 
+import torch
+
+from fastload.batch.packing import is_plain
 from fastload.errors import BatchLostError
 from fastload.memory.segment import Segment
+from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.system.limits import too_many_files
 
 MESSAGE_BYTES = 32768
 _INT_BYTES = array.array("i").itemsize
 # As integers, because each operation on socket's flags takes a microsecond. They are not on all platforms.
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the elements of a tensor: torch would pickle all of its storage, for each view of it.
+
+    So an index from ``iter(torch.randperm(n))`` takes a few bytes.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        """How pickle writes a value; NotImplemented: as always."""
+        if isinstance(value, torch.Tensor) and is_plain(value):
+            return tensor_over, (tensor_array(value).copy(), value.dtype)
+        return NotImplemented
 
 
 class Channel:
@@ -64,8 +81,8 @@ class Channel:
             SharedMemoryError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
         fds = [] if fd is None else [fd]
-        data = pickle.dumps((len(fds), message), pickle.HIGHEST_PROTOCOL)
-        segment = None
+        _Pickler(file := io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump((len(fds), message))
+        data, segment = file.getvalue(), None
         try:
             if len(data) > MESSAGE_BYTES:
                 segment = Segment.create(len(data), name="fastload-message")

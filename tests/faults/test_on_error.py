@@ -187,6 +187,14 @@ def test_a_replacement_is_one_of_the_subset_that_the_sampler_draws_from(mode: st
     assert len(loader.failed_samples) == len(zoo.BAD.intersection(indices))
 
 
+def test_an_index_beyond_a_subset_is_replaced_too() -> None:
+    """Also where the dataset inside it makes whole batches."""
+    subset = tud.Subset(tud.TensorDataset(torch.arange(10)), [1, 2])
+    (batch,) = make_loader(subset, sampler=[0, 5, 1])
+
+    assert batch[0].tolist() in ([1, 1, 2], [1, 2, 2])
+
+
 @TWO_MODES
 def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_batch(mode: str) -> None:
     """No other index is known to be one that the batch sampler may give: it may hold back a test set."""

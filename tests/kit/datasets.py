@@ -108,6 +108,36 @@ class Stream(IterableDataset):
             yield np.full((3, 3), number, np.float32), number, random.random()
 
 
+class Anew(IterableDataset):
+    """Begins anew if it is asked again after its end."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> int:
+        self.left = (self.left - 1) % 4
+        if self.left == 3:
+            raise StopIteration
+        return self.left
+
+
+class Count(IterableDataset):
+    """Numbers."""
+
+    def __iter__(self) -> Any:
+        return iter(range(30))
+
+
+def at_most_six(samples: Any) -> Any:
+    """A collate function that ends the epoch."""
+    if 6 in samples:
+        raise StopIteration
+    return samples
+
+
 @functools.cache
 def _claiming(claimed: int) -> type[Stream]:
     return type("Claiming", (Stream,), {"__len__": lambda self: claimed})

@@ -191,13 +191,14 @@ class Told(Numbers):
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_set_epoch_reaches_everyone(options: dict[str, Any]) -> None:
-    """Samplers, the dataset, and its copies in persistent workers are told the epoch."""
+    """Samplers, the dataset, and its copies in persistent workers are told the epoch, until the next call."""
     dataset = Told(8)
     sampler = DistributedSampler(dataset, 2, 0)
     with DataLoader(dataset, 2, sampler=sampler, **options) as loader:
         for epoch in (3, 1):
             loader.set_epoch(epoch)
-            assert {value for batch in loader for value in batch.tolist()} == {epoch}
+            for _ in range(2):
+                assert {value for batch in loader for value in batch.tolist()} == {epoch}
             assert sampler.epoch == epoch
 
 

@@ -91,6 +91,13 @@ def test_occurrences_are_counted_over_batches(indices: list[int], batch_size: in
     assert found == [indices[:position].count(index) for position, index in enumerate(indices)]
 
 
+def test_a_length_beyond_memory_costs_none() -> None:
+    """Datasets that make their samples up may say any length."""
+    count = occurrence_counter(10**12, auto_collation=True)
+
+    assert count([3, 10**11, 3, 10**11])[1] == (0, 0, 1, 1)
+
+
 def test_the_streams_are_fixed_for_ever() -> None:
     """These bytes are part of the release: another value is another run of every user."""
     assert SampleKey(1, 2, 3, 4).digest()[:8].hex() == "edeabf5d7b4de48e"

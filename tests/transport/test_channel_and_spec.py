@@ -20,7 +20,7 @@ from fastload.memory.segment import Segment
 from fastload.workers import channel
 from fastload.workers.channel import Channel, make_channel
 from tests.kit import datasets
-from tests.kit.batches import assert_same_batches
+from tests.kit.batches import assert_same_batches, assert_same_samples
 
 
 def _pair() -> tuple[Channel, Channel]:
@@ -131,6 +131,20 @@ def test_what_a_process_sent_before_it_ended_arrives_although_it_left_a_message_
     assert ours.receive() == ("answer", None)
     assert ours.receive() is None
     ours.close()
+
+
+def test_a_view_of_a_tensor_is_sent_without_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would pickle all of the storage; samplers give the elements or the rows of a permutation."""
+    monkeypatch.setattr(Segment, "create", None)  # what fits into the pipe needs none
+    ours, theirs = _pair()
+    indices = torch.arange(1_000_000)
+    ours.send([*indices[5:7], indices[::400_000], indices[3].bfloat16()])
+    received = theirs.receive()
+    ours.close()
+    theirs.close()
+
+    assert received is not None
+    assert_same_samples(received[0], [*torch.tensor([5, 6]), indices[::400_000], indices[3].bfloat16()])
 
 
 def test_what_the_pipe_refuses_is_sent_later_and_its_slot_is_free_meanwhile(

@@ -287,6 +287,24 @@ def test_an_error_names_its_sample(dataset: Any, options: dict[str, Any], error:
     assert re.fullmatch(f"fastload: {note}", found.__notes__[-1])
 
 
+def ends(value: Any) -> Any:
+    """What `next()` without a default raises: by a transform, or instead of a bad sample."""
+    raise StopIteration
+
+
+@pytest.mark.parametrize("options", WORKERS, ids=str)
+@pytest.mark.parametrize(
+    "calls",
+    [{"batch_transform": ends}, {"device": "cpu", "device_transform": ends}, {"on_error": ends}],
+    ids=str,
+)
+def test_what_ends_an_iterator_in_a_function_of_ours_is_an_error(options: Any, calls: Any) -> None:
+    """For a loop over the loader, it would be the end of the epoch."""
+    loader = fastload.DataLoader(datasets.Made(missing_file), 5, **options, **calls)
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(loader)
+
+
 def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
     """Its class, its message and its traceback are in the text; the batch behind it comes."""
     loader = fastload.DataLoader(datasets.Made(raises_what_cannot_be_pickled, 4), num_workers=1)

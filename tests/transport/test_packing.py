@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,18 @@ def test_dtypes_that_are_equal_stay_what_they_are(order: int) -> None:
     for array, dtype in zip(back, dtypes[::order], strict=True):
         assert (array.dtype, array.dtype.metadata) == (dtype, dtype.metadata)
         assert array.dtype.isalignedstruct == dtype.isalignedstruct
+
+
+def test_arrays_that_nobody_may_write_to_come_back_as_torchs() -> None:
+    """Writable, also those that are pickled: structures of a file's bytes, say."""
+    read_only = np.frombuffer(b"abcdefgh", [("a", "<i2"), ("b", "<i2")])
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(None)
+    back = unpack(pack(read_only, allocator), allocator.lease)
+    theirs = pickle.loads(reduction.ForkingPickler.dumps(read_only))
+
+    assert_same_samples(back, theirs)
+    assert back.flags.writeable == theirs.flags.writeable
 
 
 def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
