@@ -474,7 +474,7 @@ def test_of_threads_that_meet_an_opened_image_one_loads_it(settled: None, tmp_pa
     def use(image: Image.Image, barrier: threading.Barrier, found: list[Any]) -> None:
         barrier.wait()
         with cache.active(), contextlib.suppress(Exception):
-            found.append(image.copy().tobytes())
+            found.append(image.load() and image.tobytes())
 
     for _ in range(50):
         with cache.active():
