@@ -82,8 +82,8 @@ class FileCache:
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
 
-        Where nobody chose the limit, and the store holds less than a tenth of what had no room, which it still
-        lacks, the cache is given up: as the system's cache of the encoded files, its memory serves training
+        Where nobody chose the limit, and the store holds less than a tenth of what had no room, and has none
+        now, the cache is given up: as the system's cache of the encoded files, its memory serves training
         better.
 
         Args:
