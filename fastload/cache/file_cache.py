@@ -82,8 +82,9 @@ class FileCache:
     def shortage(self, num_refused: int) -> str | None:
         """What did not fit into memory, and what would hold it, in one line; None if the limit is not why.
 
-        Where nobody chose the limit, and the store holds less than a tenth of what had no room, the cache is
-        given up: as the system's cache of the encoded files, its memory serves training better.
+        Where nobody chose the limit, and the store holds less than a tenth of what had no room, and has none
+        now, the cache is given up: as the system's cache of the encoded files, its memory serves training
+        better.
 
         Args:
             num_refused: The results of decoding that had no room in an epoch.
@@ -93,7 +94,8 @@ class FileCache:
             return None
         num_files, nbytes = store.num_files, store.nbytes
         what = f"{num_refused:,} decoded files had no room beside {num_files:,} in {readable_size(nbytes)}"
-        if store.is_auto and num_files < _MIN_SHARE * num_refused:
+        is_useless = num_files < _MIN_SHARE * num_refused and not store.has_room(nbytes // max(1, num_files))
+        if store.is_auto and is_useless:
             self._lessons.give_up()
             store.retire_own()
             return f"{what}, too few to be of use: nothing is remembered any more"

@@ -100,6 +100,11 @@ class DecodeCache:
     def __init__(
         self, store: DecodeStore, verify_share: float | None = None, lessons: Lessons | None = None
     ) -> None:
+        # Here: it imports torch, which the commands that manage caches do not need. And not later: a fork
+        # hangs that needs what a thread was importing.
+        from fastload.readers import results
+
+        self._results = results
         self.store = store
         self.lessons = lessons or Lessons()
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
@@ -184,9 +189,6 @@ class DecodeCache:
             source: The path, or the file object; None for bytes in memory.
             decode: The library's own function.
         """
-        # Here: it imports torch, which the commands that manage caches do not need.
-        from fastload.readers.results import pack, unpack
-
         identity = identify()
         known = identity if isinstance(identity, str) else self.store.known_as(identity, source)
         key = None if isinstance(known, str) else digest("result", kind, known.parts, arguments)
@@ -198,11 +200,11 @@ class DecodeCache:
         stored = self.find(key)
         if stored is not None and not self.is_verification_due():
             try:
-                return unpack(stored.array, stored.note)
+                return self._results.unpack(stored.array, stored.note)
             except (ValueError, TypeError, LookupError, RuntimeError, AttributeError):
                 pass  # it is forged, or of a dtype that this release of torch lacks
         result = decode()
-        packed = pack(result)
+        packed = self._results.pack(result)
         if stored is not None:
             # The representations of notes, because NaN does not equal itself.
             is_same = packed and repr(packed[1]) == repr(stored.note) and is_equal(stored.array, packed[0])

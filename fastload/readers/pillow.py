@@ -113,9 +113,8 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
 def _loading(real: Callable[..., Any]) -> Callable[..., Any]:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = vars(self).get(OPENED)
-        if opened is None or opened.is_loading:
+        if opened is None or opened.load(self):
             return real(self, *args, **kwargs)
-        opened.load(self)
         return self.load(*args, **kwargs)  # without a cache now
 
     return load
@@ -213,18 +212,23 @@ class _Opened:
         self._cache = cache
         self._source = source
         self._lock = threading.RLock()
-        self.is_loading = False
+        self._is_begun = False
 
-    def load(self, image: Any) -> None:
-        """Load an image from the cache, or by Pillow; other threads wait until it is loaded."""
+    def load(self, image: Any) -> bool:
+        """Load an image from the cache, or by Pillow; other threads wait until it is loaded.
+
+        Returns:
+            Whether this thread is loading it already.
+        """
         with self._lock:
-            if self.is_loading:  # in this thread, or it is done
-                return
-            self.is_loading = True
+            if self._is_begun:
+                return OPENED in vars(image)
+            self._is_begun = True
             try:
                 self._load(image)
             finally:
                 vars(image).pop(OPENED, None)
+        return False
 
     def _load(self, image: Any) -> None:
         cache = self._cache

@@ -258,3 +258,12 @@ def test_what_a_full_store_holds_wrongly_is_decoded_from_then_on(settled: None) 
     cache = DecodeCache(store, verify_share=0.5)
     assert [int(read(cache, np.full(3, number))[0]) for number in range(5)] == [0, 1, 2, 3, 4]
     assert len(store.values) == 1
+
+
+def test_nothing_is_imported_while_files_are_read(settled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork would hang that needs a module that a thread was importing."""
+    cache = DecodeCache(DictStore(), verify_share=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.__import__", None)
+        result = read(cache, np.zeros(3))
+    assert result.tolist() == [0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import importlib.util
@@ -462,6 +463,29 @@ def test_the_store_never_reaches_the_user(name: str, active: DictStore, tmp_path
             assert active.checksum() == before
         else:
             image.load()
+
+
+def test_of_threads_that_meet_an_opened_image_one_loads_it(settled: None, tmp_path: Path) -> None:
+    """The others wait until it is done; Pillow itself lets them read the file at once."""
+    patches.meet()
+    Image.effect_noise((150, 150), 90).save(tmp_path / "image.png")
+    expected, cache = Image.open(tmp_path / "image.png").tobytes(), DecodeCache(DictStore(), verify_share=1)
+
+    def use(image: Image.Image, barrier: threading.Barrier, found: list[Any]) -> None:
+        barrier.wait()
+        with cache.active(), contextlib.suppress(Exception):
+            found.append(image.load() and image.tobytes())
+
+    for _ in range(50):
+        with cache.active():
+            image = Image.open(tmp_path / "image.png")
+        barrier, found = threading.Barrier(4), list[Any]()
+        threads = [threading.Thread(target=use, args=(image, barrier, found)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [expected] * 4
 
 
 def test_four_threads_make_one_image_plain(active: DictStore, tmp_path: Path) -> None:

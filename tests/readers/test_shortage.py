@@ -111,6 +111,27 @@ def test_workers_let_go_of_a_cache_that_is_given_up(tmp_path: Path, settled: Non
     assert [nums[-1] > 0 for nums in nums_held] == [True, False]
 
 
+def test_a_cache_is_not_given_up_once_there_is_memory_again(
+    tmp_path: Path, settled: None, monkeypatch: Any
+) -> None:
+    """Another job had taken it until the end of the first epoch."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    paths = [str(tmp_path / f"{number}.png") for number in range(20)]
+    for path in paths:
+        cv2.imwrite(path, np.zeros((30, 30, 3), np.uint8))
+    has_room, is_free = ram._has_room, list[int]()
+    monkeypatch.setattr(ram, "_has_room", lambda *args: 19 in is_free and has_room(*args))
+
+    def read(index: int) -> Any:
+        is_free.append(index)
+        return cv2.imread(paths[index])
+
+    with fastload.DataLoader(Made(read, 20), 4, cache="ram") as loader:
+        for _ in range(3):
+            list(loader)
+        assert loader.stats().cache_hits == 20 + 1
+
+
 def test_where_all_fits_nothing_is_said(images: Any, caplog: Any) -> None:
     """Neither of a store that is large enough."""
     with fastload.DataLoader(images, 4, cache="ram:20MB") as loader:
