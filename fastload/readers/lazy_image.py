@@ -155,7 +155,7 @@ def _is_pillows(image: Any) -> bool:
 
 
 def is_possible() -> bool:
-    """Whether the installed Pillow keeps cores as this module expects; it does from Pillow 11 on."""
+    """Whether the installed Pillow keeps cores as this module expects."""
     return isinstance(vars(Image.Image).get("im"), property) and "_im" in vars(Image.Image())
 
 

@@ -396,8 +396,7 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
     attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
     for name in ("_im", "fp", "tile", "info", "_size", *(["_exif"] if _is_tiff(image) else [])):
         attributes.pop(name, None)
-    readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
-    attributes[readonly] = vars(image)[readonly]
+    attributes["_readonly"] = vars(image)["_readonly"]
     position = None if file.closed else file.tell()
     note = image.mode, image.size, attributes, entries, image.fp is not None, position
     is_usual = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import threading
@@ -11,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import psutil
+import torch
 
 GRACE_S = 5.0  # how long a process, thread or descriptor may take to go after its owner is gone
 
@@ -88,6 +90,8 @@ def _descriptors() -> dict[int, str]:
 
 def snapshot() -> dict[str, set[Any]]:
     """What this process holds now, by kind. Collect garbage before it if garbage must not count."""
+    if torch.__version__ < "2.13":  # whose loader joins no worker that outlived its patience, after an error
+        multiprocessing.active_children()
     return {
         "child processes": children(),
         "threads": {t.name for t in threading.enumerate() if not t.name.startswith("pydevd")},
