@@ -30,7 +30,7 @@ BUDGETS = {
     "workers": (1799, 1150),
     "batch": (1160, 800),
     "cache": (3885, 2600),
-    "readers": (1511, 1200),
+    "readers": (1510, 1200),
     "images": (704, 600),
     "augmentation": (886, 800),
     "nested": (635, 620),

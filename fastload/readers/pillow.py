@@ -181,16 +181,15 @@ class _Bytes:
     def __init__(self, file: io.BytesIO) -> None:
         self.file = file
         self._content = b"" if file.tell() else file.getvalue()  # decoders read from there on
+        self._identity: Identity | str | None = None
 
     def identity(self) -> Identity | str:
         """That of the content, if it is the same as when it was opened."""
         if self.file.closed or self.file.getvalue() is not self._content:
             return TOO_NEW
+        if self._identity is None:  # no cached_property: before Python 3.12, a fork hangs on its lock
+            self._identity = identify_content(self._content)
         return self._identity
-
-    @functools.cached_property
-    def _identity(self) -> Identity | str:
-        return identify_content(self._content)
 
     def content(self) -> Callable[[], Content]:
         """What reads the content later."""

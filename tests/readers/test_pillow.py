@@ -8,7 +8,9 @@ import ctypes
 import importlib.util
 import io
 import itertools
+import os
 import pickle
+import signal
 import threading
 import warnings
 import zlib
@@ -24,7 +26,7 @@ from PIL.PngImagePlugin import PngInfo
 from PIL.WebPImagePlugin import WebPImageFile
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers import patches
+from fastload.readers import patches, pillow
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.lazy_image import lazy_core
 from fastload.readers.lessons import Lessons
@@ -486,6 +488,32 @@ def test_of_threads_that_meet_an_opened_image_one_loads_it(settled: None, tmp_pa
         for thread in threads:
             thread.join()
         assert found == [expected] * 4
+
+
+def test_a_fork_reads_bytes_while_a_thread_identifies_others(
+    cache: DecodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no lock of that thread."""
+    real, pids = pillow.identify_content, list[int]()
+
+    def forked(buffer: Any) -> Any:
+        if not pids:
+            pids.append(0)
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        return real(buffer)
+
+    def fork() -> None:
+        pids[0] = os.fork()
+        if not pids[0]:
+            signal.alarm(10)
+            with cache.active():
+                os._exit(Image.open(io.BytesIO(content("png"))).getbbox() is None)
+
+    monkeypatch.setattr(pillow, "identify_content", forked)
+    Image.open(io.BytesIO(content("png"))).load()
+    assert os.waitpid(pids[0], 0)[1] == 0
 
 
 def test_four_threads_make_one_image_plain(active: DictStore, tmp_path: Path) -> None:
