@@ -25,8 +25,9 @@ def patches() -> list[Patch]:
 
 
 def _getitem(archive: Any, name: Any) -> Any:
-    try:
-        member: zipfile.ZipInfo = archive.zip.getinfo(archive._files[name])
+    try:  # as NumPy looks for it, whose own table is a list or a dict
+        names = archive.zip.NameToInfo
+        member: zipfile.ZipInfo = names[name] if name in names else names[name + ".npy"]
     except (AttributeError, KeyError, TypeError):  # it is closed, or there is no such member
         return None
     if member.flag_bits & 1:  # it is encrypted

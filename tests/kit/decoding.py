@@ -105,7 +105,8 @@ def facts(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         strides = [step for step, length in zip(value.strides, value.shape, strict=True) if length > 1]
         flags = isinstance(value, np.generic) or value.flags.writeable
-        return type(value), value.dtype.str, value.shape, strides, flags, value.tobytes()
+        content = value.tolist() if value.dtype.hasobject else value.tobytes()  # bytes of objects: addresses
+        return type(value), value.dtype.str, value.shape, strides, flags, content
     return type(value), repr(value)
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import skimage.io
 import tifffile
 import torch
-from PIL import Image, ImageDraw, ImageFilter, ImageOps
+from PIL import Image, ImageDraw, ImageFilter, ImageOps, features
 from PIL.PngImagePlugin import PngInfo
 from torch.utils.data import Dataset
 
@@ -45,7 +45,7 @@ MODES = {
     ".bmp": ("RGB", "L", "P", "1"),
     ".tif": ("RGB", "L", "CMYK", "P", "1", "I;16", "F"),
     ".gif": ("P",),
-    ".avif": ("RGB",),
+    **({".avif": ("RGB",)} if "avif" in features.get_supported() else {}),
     ".mpo": ("RGB",),
 }
 
