@@ -10,10 +10,10 @@ image is decoded. Rules:
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from fastload.images.geometry import Box, ImageHeader, apply_orientation
+from fastload.system.cached_property import cached_property
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class EncodedImage:
         if content is not None:
             self.content = content
 
-    @functools.cached_property
+    @cached_property
     def content(self) -> bytes:
         """The bytes of the file.
 
@@ -44,7 +44,7 @@ class EncodedImage:
 
         return read_file(self.path)
 
-    @functools.cached_property
+    @cached_property
     def _header(self) -> ImageHeader:
         from fastload.images.decode import read_header
 

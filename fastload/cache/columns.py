@@ -6,7 +6,6 @@ A batch is one gather per column, in the structure that torch's default_collate 
 
 from __future__ import annotations
 
-import functools
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ from fastload.memory.segment import round_up
 from fastload.nested.leaf import TEXT_KINDS, Array, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value, to_bytes, view_array
 from fastload.nested.spec import Spec, build_batch
+from fastload.system.cached_property import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,7 +118,7 @@ class ColumnTable:
             return self._make([first(row), second(row)])
         return self._make([read(row) for read in getters])
 
-    @functools.cached_property
+    @cached_property
     def _makes_batches(self) -> bool:
         """Whether default_collate makes tensors or lists of such samples."""
         collates = tensor_functions().collates

@@ -31,6 +31,7 @@ from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
 from fastload.readers.request import DISK, check_cache
 from fastload.system.budget import check_memory
+from fastload.system.cached_property import cached_property
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
 from fastload.system.ranks import count_ranks_of_host
@@ -62,7 +63,7 @@ class _Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
         return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)

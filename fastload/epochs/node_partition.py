@@ -12,7 +12,6 @@ Every rank computes its indices from its arguments and the epoch alone; the rank
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
+from fastload.system.cached_property import cached_property
 from fastload.system.checks import as_int
 from fastload.system.ranks import ranks_of_host
 
@@ -91,7 +91,7 @@ class NodePartitionSampler(DistributedSampler[int]):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "part"}
 
-    @functools.cached_property
+    @cached_property
     def part(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The indices of this node's part: `(N,)` int64, read-only, unordered."""
         if self.shuffle:

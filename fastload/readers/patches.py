@@ -24,6 +24,7 @@ import weakref
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fastload.system.cached_property import cached_property
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Patch:
         """The attribute now."""
         return vars(self.owner).get(self.name)
 
-    @functools.cached_property
+    @cached_property
     def wrapper(self) -> Any:
         """What takes its place."""
         wrapper = self._wrap(self.original)

@@ -17,7 +17,6 @@ The process that transforms a batch draws them, with NumPy, for all images in on
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import threading
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 
 from fastload.rng.keys import as_int, index_bytes
+from fastload.system.cached_property import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ class BatchDraws:
         numbers *= 2.0**-53
         return numbers
 
-    @functools.cached_property
+    @cached_property
     def _keys(self) -> NDArray[np.uint64]:
         base = _digest(repr(self._words).encode())
         if self._indices is None:

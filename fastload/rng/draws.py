@@ -12,7 +12,6 @@ Results do not tell: a draw among few values often gives the same value twice. R
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import threading
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ import numpy as np
 from fastload.rng.entry_points import RandomStreams, seeded_by
 from fastload.rng.generators import Search
 from fastload.rng.states import LIBRARY_GENERATORS, state_of
+from fastload.system.cached_property import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class DrawWatch(RandomStreams):
     def __reduce__(self) -> Any:
         return DrawWatch, (self._dataset,)
 
-    @functools.cached_property
+    @cached_property
     def generators(self) -> dict[str, Any]:
         """All that are watched by name, except those of transforms."""
         held = {described.path: described.generator for described in Search(self._dataset).seedable}

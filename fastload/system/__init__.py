@@ -4,5 +4,6 @@ Read `budget` (how much memory to take), `cpus` and `limits` first. Then, in any
 `disk` and `worker_memory` (what the system offers); `ranks`; `child_process`, `background` and `remote_error`
 (processes and threads); `by_value` (what pickle cannot send); `checks` and `paths` (users' arguments);
 `os_errors`, `notes`, `logs`, `humanize` and `progress` (what users read); `cache_counts` (hits and misses);
-`torch_private` (torch's private names), `torchvision_arrays` and `lazy_exports` (public names).
+`torch_private` (torch's private names), `torchvision_arrays`, `lazy_exports` (public names) and
+`cached_property` (Python's).
 """
