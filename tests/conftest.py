@@ -140,6 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     items.sort(key=lambda item: LAST.index(item.path.name) if item.path.name in LAST else -1)
     for item in items:
+        if " at 0x" in item.name:
+            raise pytest.UsageError(f"{item.nodeid}: the address is another one in each process: give ids=")
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         texts = {value for value in parameters.values() if isinstance(value, str)}
         if "interpreter" in getattr(item, "fixturenames", ()) or texts & INTERPRETERS:

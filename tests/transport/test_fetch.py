@@ -296,7 +296,7 @@ def ends(value: Any) -> Any:
 @pytest.mark.parametrize(
     "calls",
     [{"batch_transform": ends}, {"device": "cpu", "device_transform": ends}, {"on_error": ends}],
-    ids=str,
+    ids=",".join,
 )
 def test_what_ends_an_iterator_in_a_function_of_ours_is_an_error(options: Any, calls: Any) -> None:
     """For a loop over the loader, it would be the end of the epoch."""
