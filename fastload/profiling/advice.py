@@ -78,7 +78,7 @@ def _cache(of: LoaderReport, available_bytes: int) -> Iterator[Suggestion]:
         return
     shares = {READ: 1 - of.memory_share, DECODE: 1.0, RESIZE: of.resized_share}
     parts = [(of.part(stage), share * of.known_share) for stage, share in shares.items()]
-    saved_s = sum(part.wall_s * share for part, share in parts) - of.lookup_s
+    spared_s = sum(part.wall_s * share for part, share in parts)
     saved_cpu_s = sum(part.cpu_s * share for part, share in parts) - of.lookup_cpu_s
     place, room = "ram", "how much memory it needs is unknown"
     if of.file_bytes is not None:
@@ -86,12 +86,14 @@ def _cache(of: LoaderReport, available_bytes: int) -> Iterator[Suggestion]:
         where = f"of RAM; {readable_size(available_bytes)} are free" if place == "ram" else "on disk"
         room = f"it needs {readable_size(of.file_bytes)} {where}"
     what = "reading and decoding" + " and resizing" * (of.resized_share > 0.5)
+    what += f", {spared_s / of.make_s:.0%} of making a batch"
+    if of.lookup_s >= 0.005 * of.make_s:
+        what += f", less {of.lookup_s / of.make_s:.0%} to look up the files"
     yield Suggestion(
         "cache",
         f'remember decoded files: fastload.DataLoader(dataset, cache="{place}"), or fastload run --cache '
-        f"{place}. It saves {what}, {saved_s / of.make_s:.0%} of making a batch, from the second epoch on; "
-        f"{room}",
-        step_s(of) / step_s(of, saved_s, saved_cpu_s),
+        f"{place}. It saves {what}, from the second epoch on; {room}",
+        step_s(of) / step_s(of, spared_s - of.lookup_s, saved_cpu_s),
     )
 
 
