@@ -168,11 +168,11 @@ def test_what_a_cache_does_too_is_not_saved() -> None:
 def test_what_a_cache_saves_is_what_the_table_shows() -> None:
     """The shares of the stages together, and what a look-up takes beside them."""
     work = [(stage, stage, "", 1780 * MS, 0) for stage in ("open", "read", "decode", "collate")]
-    lookups = [("cache", "identity", "", 1000 * MS, 0)]
+    lookups = [("cache", "identity", "", 712 * MS, 0)]
     found = measured(record(), [sums(*work, *lookups)], [[0, 10, 0, 0, 0, {"a": 1}]], Machine(8))
     (text,) = (one.text for one in suggest(found, 10) if one.change == "cache")
     assert found.share("read", "decode") == 0.5
-    assert "It saves reading and decoding, 50% of making a batch, less 13% to look up the files, from" in text
+    assert "It saves reading and decoding, 50% of making a batch, less 10% to look up the files, from" in text
 
 
 def test_a_lock_is_named_and_more_workers_are_not() -> None:
