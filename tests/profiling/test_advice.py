@@ -168,7 +168,7 @@ def test_what_a_cache_does_too_is_not_saved() -> None:
 def test_what_a_cache_saves_is_what_the_table_shows() -> None:
     """The shares of the stages together, and what a look-up takes beside them."""
     work = [(stage, stage, "", 1780 * MS, 0) for stage in ("open", "read", "decode", "collate")]
-    lookups = [("cache", "identity", "", 712 * MS, 0)]
+    lookups = [("cache", "identity", "", 800 * MS, 0)]
     found = measured(record(), [sums(*work, *lookups)], [[0, 10, 0, 0, 0, {"a": 1}]], Machine(8))
     (text,) = (one.text for one in suggest(found, 10) if one.change == "cache")
     assert found.share("read", "decode") == 0.5
