@@ -214,7 +214,7 @@ def test_a_forged_image_is_not_believed(name: str, mode: str, resized: bool) -> 
         for number in range(4):
             assert small(content, resized) == expected
             if number == 2:  # its size repeats, so from now on the result is stored
-                cache.resizes.conclude()
+                cache.lessons.conclude()
         for key, (array, note) in store.values.items():
             if mode == "P" or not resized:
                 store.put(key, *FORGED[name](array, note))

@@ -110,6 +110,15 @@ def test_first_difference(one: Any, other: Any, path: str | None) -> None:
     assert first_difference(one, other) == path
 
 
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="a long double has no padding here")
+def test_padding_is_no_difference() -> None:
+    """Six of the 16 bytes of a long double are whatever was in memory."""
+    one, other = np.ones(3, np.longdouble), np.ones(3, np.longdouble)
+    one.view(np.uint8).reshape(3, 16)[:, 10:] = 7
+    assert first_difference(one, other) is None
+    assert first_difference(one, other + 1) == "sample"
+
+
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 200])
 def test_probing_reads_three_samples_twice(num_samples: int) -> None:
     """Construction reads each examined sample once, and once more, whatever the length."""

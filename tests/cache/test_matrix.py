@@ -217,7 +217,8 @@ def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
     ds, part = warmed(Images(20)), CachedDataset(Images(20))
     for odd in ([], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]):
         assert ds.gather(odd, np.empty) is None
-    for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.uint8)):
+    assert ds.gather(np.array([1, 2], np.uint8), np.empty) is None  # for torch's datasets, a mask
+    for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.int8)):
         assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
     assert part.gather([0, 10, 19], np.empty) is not None
     assert part.gather([0, 1], np.empty) is None

@@ -120,7 +120,7 @@ def test_another_number_of_nodes_begins_anew(num_nodes: int, per_node: int) -> N
     """The state of a whole epoch loads anywhere; within an epoch, the rank that saved it finds out."""
     ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
     ranks[0].load_state_dict(state_in_epoch_1(2))
-    with pytest.raises(ResumeError, match=r"for the first 2 batches .* and number of ranks"):
+    with pytest.raises(ResumeError, match=r"before batch 2, .* and number of ranks"):
         numbers(ranks[0])
     for resumed in ranks:
         resumed.load_state_dict(state_in_epoch_1(6))
