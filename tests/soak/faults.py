@@ -112,6 +112,9 @@ def worker_stops(subject: Subject, rng: random.Random) -> None:
         reader, workers = _start(subject, loader)
         held.some(reader)
         victims = workers or victims  # persistent workers start in the first epoch only
+        if not victims:  # of an epoch without batches they can have ended before they were looked for
+            held.rest(reader)
+            continue
         victim = rng.choice(victims)
         timer = threading.Timer(rng.uniform(0.01, 0.3), _continue, [victim])
         _send(reader, victim, signal.SIGSTOP)
