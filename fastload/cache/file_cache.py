@@ -119,9 +119,11 @@ class FileCache:
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
         patches.meet()
+        active: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.is_given_up:
             self.poll()  # a worker lets go of the memory, too
-        active = contextlib.nullcontext() if self.is_given_up else self._decode_cache.active()
+        else:
+            active = self._decode_cache.active()
         with ends.met() or contextlib.nullcontext(), active:
             yield
 

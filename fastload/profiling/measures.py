@@ -179,10 +179,8 @@ def measured(
         parts = {key: spent for key, spent in parts.items() if key[0] != CACHE}
         work = [each for one in own for each in one.work if each[0] == CACHE]
         num_counted = max(sum(step.epoch == 0 for step in record.steps), 1)
-        lookup_s, lookup_cpu_s = (
-            sum(spent) * _NS / num_counted
-            for spent in ([wall_ns for *_, wall_ns, _ in work], [cpu_ns for *_, cpu_ns in work])
-        )
+        lookup_s = sum(wall_ns for *_, wall_ns, _ in work) * _NS / num_counted
+        lookup_cpu_s = sum(cpu_ns for *_, cpu_ns in work) * _NS / num_counted
     making_s = sum(wall_s for wall_s, _ in parts.values())
     waits_of_all = [(step.end_ns - step.start_ns) * _NS for step in steps]
     wait_s, num_workers = mean(waits), record.settings["num_workers"]

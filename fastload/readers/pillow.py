@@ -47,6 +47,7 @@ from fastload.readers.lazy_image import OPENED, LazyCore, is_possible
 from fastload.readers.original import PIXEL_BYTES, Original, Pixels, core_of, is_image, key_of_result
 from fastload.readers.patches import Patch, package_of
 from fastload.readers.reasons import NOT_A_FILE, OTHER_FORMAT, TOO_NEW, UNCOMPRESSED, UNUSUAL
+from fastload.system.cached_property import cached_property
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,15 +182,16 @@ class _Bytes:
     def __init__(self, file: io.BytesIO) -> None:
         self.file = file
         self._content = b"" if file.tell() else file.getvalue()  # decoders read from there on
-        self._identity: Identity | str | None = None
 
     def identity(self) -> Identity | str:
         """That of the content, if it is the same as when it was opened."""
         if self.file.closed or self.file.getvalue() is not self._content:
             return TOO_NEW
-        if self._identity is None:  # no cached_property: before Python 3.12, a fork hangs on its lock
-            self._identity = identify_content(self._content)
         return self._identity
+
+    @cached_property
+    def _identity(self) -> Identity | str:
+        return identify_content(self._content)
 
     def content(self) -> Callable[[], Content]:
         """What reads the content later."""
