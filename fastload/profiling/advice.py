@@ -67,7 +67,10 @@ def step_s(
 
 
 def gain_of(of: LoaderReport, changed_step_s: float, saved_start_s: float = 0) -> float:
-    """How much faster training becomes with steps of that length, and first batches earlier by that."""
+    """How much faster training becomes with steps of that length, and first batches earlier by that.
+
+    At most as if loading were free: where epochs are short, their steps are not yet as slow as the bound.
+    """
     num_starts = of.num_epochs - 1 if of.start_s else 0  # the very first is not counted
     num_steps = of.num_batches - of.num_epochs if of.num_steady else 0
     starts_s = of.start_s * num_starts
@@ -75,7 +78,7 @@ def gain_of(of: LoaderReport, changed_step_s: float, saved_start_s: float = 0) -
     rest_s = of.compute_s * of.num_epochs if of.num_steady else of.total_s - starts_s
     now_s = starts_s + rest_s + num_steps * step_s(of)
     saved_s = min(saved_start_s, of.start_s) * num_starts + num_steps * (step_s(of) - changed_step_s)
-    return now_s / max(now_s - saved_s, 1e-6)
+    return now_s / max(now_s - saved_s, now_s * (1 - of.data_share), 1e-6)
 
 
 def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
@@ -137,7 +140,7 @@ def _copies(of: LoaderReport) -> Iterator[Suggestion]:
             "device",
             'fastload.DataLoader(dataset, device="cuda"): batches are copied ahead, while the loop computes; '
             f"it copies for {of.copy_s * 1e3:.1f} ms per batch",
-            gain_of(of, step_s(of, copy_s=of.copy_s)),
+            step_s(of) / step_s(of, copy_s=of.copy_s),
         )
 
 

@@ -221,7 +221,9 @@ def test_a_slow_function_is_all_of_its_lines() -> None:
     """And of no other function; the line that is named is its slowest."""
     lines = {"train.py:3 in slow": 1780, "train.py:4 in slow": 2670, "train.py:9 in quick": 890}
     work = [("code", line.split()[-1], line, ms * MS, ms * MS) for line, ms in lines.items()]
-    found = measured(record(num_workers=8), [sums(*work, ("collate", "c", "", 1780 * MS, 0))], [], Machine(1))
+    found = measured(
+        record(wait_ms=60, num_workers=8), [sums(*work, ("collate", "c", "", 1780 * MS, 0))], [], Machine(1)
+    )
     (code,) = [one for one in suggest(found, 0) if one.change == "code"]
     assert code.text.startswith("a cheaper train.py:4 in slow, whose function is 62% of making a batch")
     assert code.gain == pytest.approx(step_s(found) / step_s(found, saved_cpu_s=0.050), rel=0.01)
@@ -277,6 +279,25 @@ def test_what_spares_making_shortens_first_batches(num_batches: int, gain: float
     found = measured(made, [sums(*work)], [[0, 10, 0, 0, 0, {"a": 1}]], EIGHT_CPUS)
     assert (found.start_s, found.make_s) == (pytest.approx(0.2), pytest.approx(0.16))
     assert changes(found)["cache"] == pytest.approx(gain, abs=0.01)
+
+
+def test_no_change_gains_more_than_free_loading() -> None:
+    """Four batches an epoch, which are made at once: later steps wait less than those of long epochs."""
+    made = LoaderRecord(0, "loader", SETTINGS)
+    for epoch, start_ms in enumerate((0, 10_000, 20_000)):
+        ends_ms = [start_ms + 200 + 100 * number for number in range(4)]
+        made.epochs.append([start_ms * MS, (ends_ms[-1] + 100) * MS])
+        starts_ms = [start_ms, *ends_ms[1:]]
+        made.steps.extend(
+            Step(epoch, *(ms * MS for ms in times), 0) for times in zip(starts_ms, ends_ms, strict=True)
+        )
+    made.num_steps = 12
+    work = ("decode", "x", "", 11 * 500 * MS, 0)
+    found = measured(made, [sums(work)], [[0, 10, 0, 0, 0, {"a": 1}]], EIGHT_CPUS)
+    assert step_s(found) == pytest.approx(0.25)
+    assert (
+        changes(found)["cache"] == pytest.approx(1 / (1 - found.data_share), abs=0.01) == pytest.approx(4 / 3)
+    )
 
 
 @pytest.mark.parametrize(
