@@ -89,8 +89,7 @@ def is_leaf(value: Any) -> bool:
         return False
     dtype = value.dtype  # NumPy's equality, and so a cache, ignores metadata and alignment
     # Pickle brings the other byte order into the machine's, as every batch of torch's workers has it.
-    is_special = dtype.hasobject or dtype.names or dtype.metadata or not dtype.isnative
-    return not is_special and _text_of(dtype) is not None
+    return not (dtype.hasobject or dtype.names or dtype.metadata) and dtype.isnative and bool(_text_of(dtype))
 
 
 # Stands for a leaf. Writable: pickle makes a memoryview of what stands for a read-only buffer.
