@@ -90,6 +90,7 @@ test-clients: $(BIN)/.ready $(CLIENTS_ENVIRONMENTS)
 
 # The sdist and the wheel, checked by twine and installed each into an empty environment with all libraries at their lower
 # bounds. Without torch: test-matrix has it at its lower bound, and the commands below need none.
+BOUNDS = $(shell sed -n '/^dependencies/,/^]/s/^ *"\([a-z]*\)>=\([0-9.]*\)".*/\1==\2.*/p' pyproject.toml | grep -v ^torch)
 release: $(BIN)/.ready
 	rm -rf dist build/release
 	$(BIN)/pip install --quiet twine==6.2.0
@@ -97,7 +98,7 @@ release: $(BIN)/.ready
 	$(BIN)/twine check --strict dist/*
 	set -e; for file in dist/*; do \
 	  $(PYTHON) -m venv --clear build/release; \
-	  build/release/bin/pip install --quiet hatchling==1.33.0 numpy==1.26.* pillow==10.3.* lmdb==3.0.* xxhash==3.5.* psutil==5.9.* typer==0.19.*; \
+	  build/release/bin/pip install --quiet hatchling==1.33.0 $(BOUNDS); \
 	  build/release/bin/pip install --quiet --no-deps --no-build-isolation $$file; \
 	  build/release/bin/fastload --version; build/release/bin/fastload cache ls build; \
 	  build/release/bin/python -c "import fastload, fastload.errors; print(len(fastload.__all__), 'names')"; \

@@ -6,7 +6,8 @@ pack() runs in a worker, unpack() in the parent. The format is used for one mess
   out of band (PEP 574). A long one, such as one with the bytes of files, lies in the slot, too.
 * A leaf says where such a tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
-* Other tensors and arrays (a subclass, requires_grad, sparse, objects, a structure) are pickled as by torch.
+* Other tensors and arrays (a subclass, requires_grad, sparse, objects, a structure, the other byte order) are
+  pickled as by torch.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def is_leaf(value: Any) -> bool:
     if type(value) is not np.ndarray:
         return False
     dtype = value.dtype  # NumPy's equality, and so a cache, ignores metadata and alignment
-    return not (dtype.hasobject or dtype.names or dtype.metadata) and _text_of(dtype) is not None
+    # Pickle brings the other byte order into the machine's, as every batch of torch's workers has it.
+    return not (dtype.hasobject or dtype.names or dtype.metadata) and dtype.isnative and bool(_text_of(dtype))
 
 
 # Stands for a leaf. Writable: pickle makes a memoryview of what stands for a read-only buffer.

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ def run_isolated(call: Callable[[], Any], folder: str) -> Any:
 
     Args:
         call: Inherited by the process; its result is pickled.
-        folder: Where the run finds the caches of other processes: none.
+        folder: Where the run finds the caches of other processes: none. Its temporary files go there, too:
+            torch's workers leave theirs when they are ended.
 
     Raises:
         RunFailedError: The function raised an error, or its process died.
@@ -72,7 +74,8 @@ def _main(sender: Any, parent_pid: int, mask: set[Any], folder: str, call: Calla
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
         sys.stdout = sys.stderr = sys.__stderr__
         # No run finds what other processes have cached.
-        os.environ.update({"FASTLOAD_RUNTIME_DIR": folder, "FASTLOAD_CACHE": ""})
+        os.environ.update({"FASTLOAD_RUNTIME_DIR": folder, "FASTLOAD_CACHE": "", "TMPDIR": folder})
+        tempfile.tempdir = folder
         warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested
         logging.disable()
         result = True, call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING
 
+from fastload.bench.configurations import Cache
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size, table
 
@@ -42,23 +43,33 @@ def table_lines(benchmark: Benchmark) -> list[str]:
         rows.append([row.loader, cache, str(row.num_workers), *figures])
     lines = [*table(rows), *(f"[{number}] {problem}" for number, problem in enumerate(problems, start=1))]
     if benchmark.sample_nbytes:
-        needed, free = map(readable_size, (benchmark.length * benchmark.sample_nbytes, parse_memory("auto")))
+        needed, free = map(readable_size, _needed_and_free(benchmark))
         lines.append(f"a cache of all {benchmark.length:,} samples takes {needed}; RAM has room for {free}")
     return lines
 
 
-def verdict_lines(rows: Sequence[Configuration], code: str, *, has_transform: bool) -> list[str]:
+def _needed_and_free(benchmark: Benchmark) -> tuple[int, int]:
+    """The bytes of a cache of the whole dataset, and those that one in RAM may take."""
+    return benchmark.length * benchmark.sample_nbytes, parse_memory("auto")
+
+
+def verdict_lines(benchmark: Benchmark, code: str, *, has_transform: bool) -> list[str]:
     """The line of code that was fastest on this machine, and its gain; no lines if nothing was measured.
 
+    A cache in RAM is left out where the whole dataset, of which a part was measured, has no room.
+
     Args:
-        rows: The configurations.
+        benchmark: What was measured.
         code: An expression for the dataset.
         has_transform: Whether a variable `transform` has the random part.
     """
+    needed_bytes, free_bytes = _needed_and_free(benchmark)
+    rows = [row for row in benchmark.rows if row.cache != Cache.RAM or needed_bytes <= free_bytes]
     best, torch, ours = (best_of(rows, loader) for loader in ("", "torch", "fastload"))
     if best is None:
         return []
-    lines = ["fastest here:", f"    {best.line(code, has_transform=has_transform)}"]
+    heading = "fastest here:" if len(rows) == len(benchmark.rows) else "fastest here of what has room:"
+    lines = [heading, f"    {best.line(code, has_transform=has_transform)}"]
     if torch is None or ours is None:
         return lines
     # Runs of one round are compared with each other: a slow minute slows both.

@@ -91,7 +91,8 @@ def in_turn(rows: Sequence[Configuration], number: int, rounds: int) -> list[Con
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="fastload-bench-", ignore_cleanup_errors=True)
+    # A short name: the sockets of torch's workers lie below it.
+    return tempfile.TemporaryDirectory(prefix="fastload-", ignore_cleanup_errors=True)
 
 
 def read_once(dataset: Any, num_workers: int) -> None:

@@ -43,7 +43,7 @@ from fastload.rng.draws import DrawWatch
 from fastload.system.disk import sync_directory, write_new
 from fastload.system.humanize import fastload_command
 from fastload.system.logs import log, say_once
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, short_repr
 from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def first_differing(cache: SampleCache, dataset: Any, known: Mapping[int, Any], 
         try:
             fresh = known[index] if index in known else read_unnoticed(dataset, index)
         except Exception as error:  # noqa: BLE001 - of the user's dataset
-            log.debug("sample %d cannot be read, and is not compared: %r", index, error)
+            log.debug("sample %d cannot be read, and is not compared: %s", index, short_repr(error))
             continue
         if (path := first_difference(stored, fresh)) is not None:
             return f"sample {index} of the dataset differs at {path}"

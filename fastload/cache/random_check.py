@@ -26,7 +26,7 @@ from fastload.rng.draws import DrawWatch, drawn_by_both
 from fastload.rng.entry_points import seeded_by
 from fastload.rng.states import LIBRARY_GENERATORS
 from fastload.system.logs import log
-from fastload.system.notes import add_note
+from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -112,7 +112,7 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         except (NondeterministicDatasetError, UnsupportedSampleError):
             raise
         except Exception as error:  # noqa: BLE001 - any error of the user's dataset
-            log.debug("sample %d cannot be read, so another one is probed: %r", index, error)
+            log.debug("sample %d cannot be read, so another one is probed: %s", index, short_repr(error))
             errors.append(error)
             continue
         yield index, sample

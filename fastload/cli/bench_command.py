@@ -63,7 +63,7 @@ def bench(
     with Progress("measuring", rounds * len(rows), shown=not is_quiet(), unit="runs") as progress:
         for _ in benchmark.run(dataset, augment):
             progress.advance()
-    verdict = verdict_lines(rows, code_of(source, size), has_transform=augment is not None)
+    verdict = verdict_lines(benchmark, code_of(source, size), has_transform=augment is not None)
     if not verdict:
         hint = ""
         if is_folder(source) and not isinstance(size, tuple):

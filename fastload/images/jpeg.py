@@ -94,7 +94,7 @@ def _decoder() -> Callable[[bytes], Pixels | None] | None:
 
         flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     except (ImportError, AttributeError) as error:  # AttributeError: a release before 4.11, or a broken one
-        log.debug("Pillow decodes JPEGs, because OpenCV cannot: %s", error)
+        log.debug("Pillow decodes JPEGs, because OpenCV cannot: %s", str(error))
         return None
 
     def decode(content: bytes) -> Pixels | None:

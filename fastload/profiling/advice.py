@@ -2,7 +2,8 @@
 
 A step takes as long as the slowest of three: the loop's computing, making a batch, shared by the workers,
 and the CPU time of all processes, shared by the CPUs that other programs leave. Without workers, the loop
-computes and makes in turn. A gain is this bound now, divided by the bound after that change alone.
+computes and makes in turn. A gain is the time of all epochs by this bound, divided by that after the change
+alone. Epochs begin with a wait for their first batch, which one worker makes: what spares making shortens it.
 """
 
 from __future__ import annotations
@@ -65,11 +66,25 @@ def step_s(
     return max(loop_s, (of.cpu_s - saved_cpu_s) / of.machine.free_cpus, 1e-6)
 
 
+def gain_of(of: LoaderReport, changed_step_s: float, saved_start_s: float = 0) -> float:
+    """How much faster training becomes with steps of that length, and first batches earlier by that.
+
+    At most as if loading were free: where epochs are short, their steps are not yet as slow as the bound.
+    """
+    num_starts = of.num_epochs - 1 if of.start_s else 0  # the very first is not counted
+    num_steps = of.num_batches - of.num_epochs if of.num_steady else 0
+    starts_s = of.start_s * num_starts
+    # Computing with the first batches. Where no step was steady, it is all that is left.
+    rest_s = of.compute_s * of.num_epochs if of.num_steady else of.total_s - starts_s
+    now_s = starts_s + rest_s + num_steps * step_s(of)
+    saved_s = min(saved_start_s, of.start_s) * num_starts + num_steps * (step_s(of) - changed_step_s)
+    return now_s / max(now_s - saved_s, now_s * (1 - of.data_share), 1e-6)
+
+
 def suggest(of: LoaderReport, available_bytes: int) -> list[Suggestion]:
     """What would gain something, the largest gain first; `available_bytes` of host memory are free."""
     makers = (_cache(of, available_bytes), _workers(of), _code(of)) if of.make_s else ()
-    of_steps = (_copies(of), *makers) if of.num_steady else ()
-    found = [one for maker in (_start(of), *of_steps) for one in maker]
+    found = [one for maker in (_start(of), _copies(of), *makers) for one in maker]
     return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
 
 
@@ -93,7 +108,7 @@ def _cache(of: LoaderReport, available_bytes: int) -> Iterator[Suggestion]:
         "cache",
         f'remember decoded files: fastload.DataLoader(dataset, cache="{place}"), or fastload run --cache '
         f"{place}. It saves {what}, from the second epoch on; {room}",
-        step_s(of) / step_s(of, spared_s - of.lookup_s, saved_cpu_s),
+        gain_of(of, step_s(of, spared_s - of.lookup_s, saved_cpu_s), spared_s - of.lookup_s),
     )
 
 
@@ -106,16 +121,16 @@ def _workers(of: LoaderReport) -> Iterator[Suggestion]:
     text = f"num_workers={best} instead of {now}"
     if of.settings["is_stream"]:
         text += ", if each worker reads its own part of the stream"
-    yield Suggestion("workers", text, step_s(of) / steps[best])
+    yield Suggestion("workers", text, gain_of(of, steps[best]))
 
 
 def _start(of: LoaderReport) -> Iterator[Suggestion]:
     if of.settings["num_workers"] and not of.settings["persistent_workers"] and of.start_share:
-        spared_s = max(of.start_s - max(of.make_s, of.wait_s), 0.0) * (of.num_epochs - 1)
+        spared_s = max(of.start_s - max(of.make_s, of.wait_s), 0.0)
         yield Suggestion(
             "persistent_workers",
             f"persistent_workers=True: later epochs begin after {of.start_s:.2f} s",
-            of.total_s / max(of.total_s - spared_s, 1e-6),
+            gain_of(of, step_s(of), spared_s),
         )
 
 
@@ -136,7 +151,7 @@ def _code(of: LoaderReport) -> Iterator[Suggestion]:
         line = next((line for line in lines if line.endswith(f" in {code.name}")), code.name)
         text = f"a cheaper {line}, whose function is {code.wall_s / of.make_s:.0%} of making a batch; if its "
         text += 'result depends on a file alone, @fastload.remember(version="1") keeps it'
-        yield Suggestion("code", text, step_s(of) / step_s(of, code.wall_s, code.cpu_s))
+        yield Suggestion("code", text, gain_of(of, step_s(of, code.wall_s, code.cpu_s), code.wall_s))
 
 
 def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
@@ -144,7 +159,8 @@ def bottleneck_of(of: LoaderReport) -> tuple[str, str]:
     if of.data_share < MIN_DATA_SHARE or not of.num_batches:
         return "", ""
     if of.start_share > of.data_share / 2 and of.settings["num_workers"]:  # else a start is making a batch
-        return "start", f"Epochs begin slowly: first batches take {of.start_s:.2f} s."
+        made = f", {min(of.make_s / of.start_s, 1):.0%} of it to make them" if of.make_s else ""
+        return "start", f"Epochs begin slowly: first batches take {of.start_s:.2f} s{made}."
     if not of.make_s:
         return "", "Nothing was recorded of the workers: they ran too briefly, or began before the profile."
     stage = max({part.stage for part in of.stages}, key=lambda each: of.share(each))

@@ -197,7 +197,7 @@ def meet(readers: Mapping[str, str] | None = None) -> None:
                     _by_library[library] = pkgutil.resolve_name(readers[library])()
                 except Exception as error:  # noqa: BLE001  # a release that the reader does not know
                     _by_library[library] = []
-                    log.info("%s is not met: %r", library, error)
+                    log.info("%s is not met: %s", library, repr(error))
             for patch in _by_library.get(library, ()):
                 patch.put()
 

@@ -157,7 +157,7 @@ ENDINGS: list[tuple[Any, str, list[str]]] = [
 @pytest.mark.parametrize(("rows", "code", "said"), ENDINGS)
 def test_the_ending_has_the_fastest_line_and_its_gain(rows: Any, code: str, said: list[str]) -> None:
     """Also if torch's loader is the fastest; a gain that not every round shows is doubted."""
-    first, line, *rest = verdict_lines(rows, "data", has_transform=False)
+    first, line, *rest = verdict_lines(benchmark(*rows), "data", has_transform=False)
     assert first == "fastest here:"
     assert line.startswith(f"    {code}")
     assert len(rest) == len(said)
@@ -172,7 +172,19 @@ def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
     assert [line for line in lines if text in line] == [f"[1] {text}"]
     assert [line.split()[-1] for line in lines[1:4]] == ["1.00x", "[1]", "[1]"]
     assert "10 to 12" in lines[1]
-    assert verdict_lines(rows[1:], "data", has_transform=False) == []
+    assert verdict_lines(benchmark(*rows[1:]), "data", has_transform=False) == []
+
+
+def test_a_cache_in_ram_that_has_no_room_for_the_whole_dataset_is_not_advised() -> None:
+    """Its rates are those of the part that was measured."""
+    rows = (torchs(10.0), ours(40.0, cache=RAM), ours(30.0, cache=Cache.LMDB))
+    for nbytes, best, said in (1000, "'ram'", "here:"), (1 << 50, "'lmdb:PATH'", "of what has room:"):
+        first, line, gain, *_ = verdict_lines(
+            benchmark(*rows, sample_nbytes=nbytes), "data", has_transform=False
+        )
+        assert first.endswith(said)
+        assert f"cache={best}" in line
+        assert f" is {4 if nbytes == 1000 else 3}.00 times" in gain
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(1000, ["a cache of all 2,000 samples takes 2.0 MB"]), (0, [])])

@@ -46,7 +46,7 @@ def tensors(draw: Any) -> torch.Tensor:
 def arrays(draw: Any) -> Any:
     """Arrays in C and Fortran order, also structured ones and ones without elements."""
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-    kind = draw(st.sampled_from(["u1", "<f4", ">i2", "?", "U3", "M8[s]", [("a", "u1"), ("b", "f8")]]))
+    kind = draw(st.sampled_from(["u1", "<f4", "<i2", "?", "U3", "M8[s]", [("a", "u1"), ("b", "f8")]]))
     array = np.zeros(shape, kind)
     return np.asfortranarray(array) if draw(st.booleans()) else array
 
@@ -130,6 +130,20 @@ def test_arrays_that_nobody_may_write_to_come_back_as_torchs() -> None:
 
     assert_same_samples(back, theirs)
     assert back.flags.writeable == theirs.flags.writeable
+
+
+@pytest.mark.parametrize("code", [">i2", ">f8", ">c8", ">U3", ">M8[s]", [("a", ">i2")]])
+def test_arrays_of_the_other_byte_order_come_back_as_torchs(code: Any) -> None:
+    """In the machine's order, which torch.from_numpy wants; fields keep theirs."""
+    array = np.arange(20_000).reshape(4, -1).astype(">i8").astype(code)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(None)
+    back = unpack(pack(array, allocator), allocator.lease if allocator.used_bytes else b"")
+    theirs = pickle.loads(reduction.ForkingPickler.dumps(array))
+
+    assert_same_samples(back, theirs)
+    assert back.dtype.str == theirs.dtype.str
+    assert back.dtype.isnative or code == [("a", ">i2")]
 
 
 def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
