@@ -71,7 +71,7 @@ def gain_of(of: LoaderReport, changed_step_s: float, saved_start_s: float = 0) -
 
     At most as if loading were free: where epochs are short, their steps are not yet as slow as the bound.
     """
-    num_starts = of.num_epochs - 1 if of.start_s else 0  # the very first is not counted
+    num_starts = of.num_epochs - 1  # the very first is not counted
     num_steps = of.num_batches - of.num_epochs if of.num_steady else 0
     starts_s = of.start_s * num_starts
     # Computing with the first batches. Where no step was steady, it is all that is left.

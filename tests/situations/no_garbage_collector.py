@@ -10,13 +10,15 @@ import fastload
 if __name__ == "__main__":
     gc.disable()
     dataset = fastload.CachedDataset(fastload.ImageFolder("photos"))
-    counts = []
+    num_open, num_children = [], []
     for turn in range(12):
         loader = fastload.DataLoader(dataset, batch_size=4, num_workers=2, persistent_workers=turn % 2 == 1)
         for images, labels in loader:
             break
         iterator = iter(loader)
         images, labels = next(iterator)
-        counts.append((len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))))
-    assert max(counts[6:]) <= max(counts[:6]), counts
+        num_open.append(len(os.listdir("/proc/self/fd")))
+        num_children.append(len(psutil.Process().children(recursive=True)))
+    for counts in num_open, num_children:
+        assert max(counts[6:]) <= max(counts[:6]), counts
     loader.close()
